@@ -39,7 +39,7 @@ from shoal.protocol.errors import ShoalError
 
 
 class _Group(TyperGroup):
-    """Ends a command that fails for a known reason with one line and no traceback."""
+    """If a command fails for a known reason, prints one line and no traceback."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:

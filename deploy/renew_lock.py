@@ -41,7 +41,7 @@ def written(locked: Locked) -> str:
 
 
 def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
-    """Return the packages that `source` requires on Linux (x86-64), as PyPI has them.
+    """Return the packages on PyPI that `source` requires on Linux (x86-64).
 
     Args: source: a `pyproject.toml`, of which `extras` are wanted, or a file of requirements.
     """

@@ -1,4 +1,4 @@
-"""The console script `shoal`. Ctrl-C ends it without a traceback, even during its imports, most of a second long."""
+"""The console script `shoal`. Ctrl-C ends it without a traceback, even during imports, which take most of a second."""
 
 import io
 import os

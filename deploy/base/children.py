@@ -1,4 +1,4 @@
-"""Runs child processes that end with this process, and so do their own children.
+"""Runs child processes that end, with all their descendants, when this process ends.
 
 Each child leads its own session, so the terminal's Ctrl-C reaches only the parent, which then drains the swarm in
 order. The children's libp2p daemons lead their own sessions too, so no process group covers them; a token in the
@@ -40,7 +40,7 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send the child, not its descendants, a signal. A child that is gone is ignored: `on_exit` reports it."""
+        """Send the child, not its descendants, a signal. Nothing happens if the child is gone (`on_exit` tells)."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
@@ -99,7 +99,7 @@ class Children:
         return child
 
     async def tell(self, child: Child, text: str) -> None:
-        """Write to the child's standard input and close it. A child that is gone is ignored: `on_exit` reports it."""
+        """Write `text` to the child's standard input and close that. Nothing happens if the child is gone."""
         assert child.process.stdin is not None
         with contextlib.suppress(ConnectionError):
             child.process.stdin.write(text.encode())
@@ -107,7 +107,7 @@ class Children:
             child.process.stdin.close()
 
     async def kill(self, child: Child, *, patience_s: float = 10.0) -> list[int]:
-        """SIGKILL the child alone, as a fault would, and wait until its daemon ends (1.6 s on an idle machine).
+        """SIGKILL the child alone, as a fault would, and wait until the child's daemon ends (1.6 s on an idle machine).
 
         Returns: the child's descendants that have not ended by themselves; there should be none.
         """

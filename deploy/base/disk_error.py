@@ -8,7 +8,7 @@ from shoal.protocol.errors import LocalError
 
 @contextlib.contextmanager
 def or_say(what: str) -> Iterator[None]:
-    """Raise a LocalError in place of an OSError inside the context. Args: what: begins its sentence (`cannot …`)."""
+    """Turn an OSError inside the context into a LocalError. Args: what: begins the error's sentence (`cannot …`)."""
     try:
         yield
     except OSError as error:

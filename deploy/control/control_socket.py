@@ -1,8 +1,8 @@
 """Lets a command talk to a peer on this machine through a unix socket in the peer's state folder.
 
 Each line is one JSON object, and there may be several: `{"verb": "leave", "arguments": {}}` is answered by `{"value":
-{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed. Still, the length of a
-line is limited, and its types are checked.
+{…}}` or `{"error": "a sentence"}`. Only this user can open the socket, so nothing is signed. Still, the length and the
+types of a line are checked.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class ControlAnswer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`error` is a sentence for a person; if empty, `value` is the answer."""
+    """The answer to a verb: `value`, or in `error` a sentence for a person."""
 
     value: dict[str, Any] = {}
     error: str = ""
@@ -141,9 +141,9 @@ class ControlServer:
 
 
 def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-    """Send a verb to the peer that runs in `folder`, and return its answer. It blocks: do not use it in an event loop.
+    """Send a verb to the peer that runs in `folder`, and return the answer. This call would block an event loop.
 
-    Raises: LocalError: no peer runs there, it did not answer in time, or it answered with an error.
+    Raises: LocalError: no peer runs in `folder`, or the peer did not answer in time, or answered with an error.
     """
     request = msgspec.json.encode(Request(verb, arguments)) + b"\n"
     try:
@@ -170,7 +170,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -
 
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket that is short enough for the kernel, if need be through the folder's descriptor."""
+    """Yield a path of the socket that is short enough for the kernel, if need be via the folder's file descriptor."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
         yield path

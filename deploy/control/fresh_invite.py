@@ -1,7 +1,7 @@
 """Decides when to announce a new invite. Pure.
 
 The first invite of a run names only its host, and is useless once the host is gone. So a new invite is due as soon as
-it can name other members, and again when named members have gone and the invite can name others.
+there are other members to name, and again when named members have gone and there are new ones to name.
 """
 
 import math
@@ -39,5 +39,5 @@ class FreshInvite:
         return now_s >= max(self._stale_since_s + waits_s, self._told_s + APART_S)
 
     def told(self, named: Collection[PeerID], now_s: float) -> None:
-        """Note that an invite naming these peers was announced."""
+        """Record that an invite naming the peers `named` was announced."""
         self._named, self._told_s, self._stale_since_s = frozenset(named), now_s, None

@@ -22,7 +22,7 @@ class HostVerbs:
 
     Args:
         book: the host's invites; None: this peer is not the run's host, or the run is open to anyone.
-        invite: an invite to this run with this peer's key; it is given out with current addresses.
+        invite: an invite to this run with this peer's key; copies of it are given out with current addresses.
         seats: how many machines may use a new invite at a time.
     """
 
@@ -42,14 +42,14 @@ class HostVerbs:
         control.on("readmit", self._readmit)
 
     def apply(self) -> None:
-        """Broadcast the current exclusion order again: some peers may have been away."""
+        """Broadcast the current exclusion order again: some peers may have missed it."""
         if self._book is not None and (order := self._book.order) is not None:
             self._coordination.exclude(order)
 
     async def invite(self, num_peers: int, key: InviteKey | None = None) -> tuple[str, frozenset[PeerID]]:
         """Make an invite that names present members.
 
-        Args: num_peers: the most peers to name, us included; key: the invite's key; None: this peer's.
+        Args: num_peers: the most peers to name, us included; key: the invite's key; None: a key with free seats.
         Returns: the invite, and the peers that it names. Raises: LocalError: this peer's key admits nobody any more.
         """
         addresses = whom_to_name(self._transport.addresses(), await self.others(), num_peers=num_peers)
@@ -73,12 +73,12 @@ class HostVerbs:
         return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
 
     async def _answer(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer with an invite, the run, and the number of named peers. Argument `peers`: the most to name."""
+        """Answer with an invite, the run, and the number of named peers. Argument `peers`: the most peers to name."""
         invite, named = await self.invite(int(arguments.get("peers", 1)))
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Admit a command on this machine to the run, even if this peer's own invite has expired."""
+        """Admit a command of this machine, argument `peer`, to the run, even if this peer's own invite has expired."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 

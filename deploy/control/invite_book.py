@@ -1,4 +1,4 @@
-"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, as secret as the key beside it.
+"""Keeps the invites of a run in the host's folder: `RUN/invites.json`, which is as secret as the host's key.
 
 A revoked invite stays in the file, because its exclusion must go into every later plan.
 """
@@ -97,9 +97,9 @@ class InviteBook:
         return found[0]
 
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
-        """Return the key of the invite that `shoal host` and `shoal invite` print: one with a free seat, or a new one.
+        """Return the key of the invite that `shoal host` and `shoal invite` print: one with free seats, or a new one.
 
-        Args: seats: the least seats that the invite has; taken: returns the taken seats of an invite's key.
+        Args: seats: the least number of machines to admit; taken: returns how many now use an invite's key.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
@@ -112,7 +112,7 @@ class InviteBook:
     def make(
         self, *, lasts_s: float = 0.0, seats: int = 0, may_train: bool = True, is_default: bool = False
     ) -> GivenOut:
-        """Make an invite. Args: lasts_s: seconds for which newcomers can join with it; 0: for ever.
+        """Make an invite. Args: lasts_s: seconds for which newcomers can join with the invite; 0: for ever.
 
         Raises: LocalError: a term is out of bounds; there are too many invites; the disk is full.
         """
@@ -139,9 +139,9 @@ class InviteBook:
         return self._file.named
 
     def exclude(self, peer: PeerID, invite: bytes = b"", *, name: str = "") -> None:
-        """Exclude `peer`, which joined with the invite of key `invite`.
+        """Exclude `peer`, which joined with the invite that has the key `invite`.
 
-        Raises: LocalError: it is the owner; too many members are excluded; the disk is full.
+        Raises: LocalError: `peer` is the owner; too many members are excluded; the disk is full.
         """
         if peer == self._owner.peer_id:
             raise LocalError("the run's owner cannot be excluded from it")

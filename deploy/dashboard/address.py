@@ -40,7 +40,7 @@ class Address:
         return f"http://[{host}]:{port}/" if ":" in host else f"http://{host}:{port}/"
 
     def bind(self, *, first: int = 0) -> socket.socket:
-        """Return a listening socket on this port, or on the next free one: another peer's dashboard, maybe of another
+        """Return a listening socket on this port or the next free port: another peer's dashboard, maybe of another
         user, must not keep this peer from joining.
 
         Args: first: the port to try first, used at the last start; 0: none.
@@ -65,7 +65,7 @@ class Address:
 
 
 def parse_address(text: str) -> Address:
-    """Parse `HOST:PORT`, or `:PORT` for loopback. Raises: LocalError: it is neither."""
+    """Parse `HOST:PORT`, or `:PORT` for loopback. Raises: LocalError: `text` has another form."""
     if not _LOOKS_LIKE_ONE.fullmatch(text):
         raise LocalError(f"{OPTION} {text}: write HOST:PORT, as in {DEFAULT}")
     host, _, port = text.rpartition(":")

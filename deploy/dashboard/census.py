@@ -48,8 +48,8 @@ class Census:
         self._began = False
 
     def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerStatus], list[PeerStatus], list[DepartedPeer]]:
-        """Take a new table. Returns: (arrivals, moves to another stage, departures) since the previous table; in the
-        first table all peers are arrivals."""
+        """Take a new table. Return (peers that came, peers that moved to another stage, peers that left) since the
+        previous table; all peers of the first table came."""
         joined, moved = [], []
         for peer in status.peers:
             known = self._known.get(peer.peer)
@@ -77,7 +77,7 @@ class Census:
         return joined, moved, gone
 
     def since_s(self, peer: PeerID) -> float:
-        """Return when the peer came; minus infinity: before the first table."""
+        """Return the time at which the peer came; minus infinity if it came before the first table."""
         known = self._known.get(peer)
         return known.since_s if known else -float("inf")
 
@@ -92,5 +92,5 @@ class Census:
         return self._names.get(peer) or peer[-8:]
 
     def named(self, ending: str) -> str:
-        """Return the name of the peer with this end of its identifier; the end itself if unknown."""
+        """Return the name of the peer with an identifier that ends in `ending`; `ending` itself if unknown."""
         return self._by_ending.get(ending, ending)

@@ -8,8 +8,8 @@ connection that sends none.
 | is a viewer that does not receive what was sent | `ANSWER_S` |
 | is any other viewer | none |
 
-Above `CONNECTIONS_MAX` one connection that is no viewer is closed: one of the host with the most connections; of these,
-one that waits rather than one being answered; of these, the oldest. So a flood from one host closes only its own.
+Above `CONNECTIONS_MAX` one connection of the host with the most is closed, but no viewer without a time limit: the
+oldest that waits for a request, or else the oldest. So a flood from one host closes only its own.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ LIVE = "/live"
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection: waiting for a request, or being answered. Each request begins another."""
+    """The present activity of a connection: waiting for a request or being answered. A request begins a new errand."""
 
     connection: H11Protocol
     request: object

@@ -1,4 +1,4 @@
-"""Measures one peer's contribution: its device's jobs, its links, its memory.
+"""Measures one peer's contribution: jobs of its device, traffic with each other peer (link), memory.
 
 `MeteredCompute` sits between a peer and its device. Nothing here asks another peer.
 """
@@ -26,8 +26,8 @@ LINKS_MAX = 16
 class MeteredCompute:
     """Passes work on to a `Compute`, and adds up its device time, FLOP and microbatches; the probe does not count.
 
-    Args: used_s: returns the seconds of device time used so far; None: count the time in which jobs ran. With a limit
-    on the share of device time, pass the time that the limit counts.
+    Args: used_s: returns the seconds of device time used so far, as the owner's limit on the share of device time
+    counts them; None: there is no such limit, so count the time in which jobs ran.
     """
 
     def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:
@@ -142,7 +142,7 @@ class ContributionMeter:
 
 
 def _moved(before: _Sample, now: _Sample) -> Iterator[tuple[PeerID, float, float]]:
-    """Yield (peer, bytes sent, bytes received) since `before`; a link that was forgotten meanwhile restarts at 0."""
+    """Yield (peer, bytes sent, bytes received) since `before`; counts of a link forgotten meanwhile restart at 0."""
     for peer, counts in now.traffic.items():
         earlier = before.traffic.get(peer, (0.0, 0.0))
         sent, received = (new - old if new >= old else new for old, new in zip(earlier, counts, strict=True))

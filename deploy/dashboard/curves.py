@@ -35,7 +35,7 @@ class Curves:
             self.generation += 1
 
     def validate(self, at_s: float, step: int, loss: float) -> None:
-        """Add the validation of version `step`. The last one of a version counts: the run may go back and repeat it."""
+        """Add the validation of version `step`. It replaces an earlier result: the run may go back."""
         made_s = next((point.time for point in reversed(self.points) if point.step <= step), None)
         made_s = at_s if made_s is None or step > self._newest else min(at_s, made_s)
         kept = [known for known in self.validations if known.step != step]
@@ -45,7 +45,7 @@ class Curves:
             self.validations = self.validations[:-1:2] + self.validations[-1:]
 
     def go_back(self, step: int) -> None:
-        """Drop `step` and all later ones: the run repeats them."""
+        """Drop `step` and all later steps: the run repeats them."""
         kept = [point for point in self.points if point.step < step]
         self.validations = [known for known in self.validations if known.step < step]
         self._open = [point for point in self._open if point.step < step]

@@ -88,7 +88,7 @@ class RunFacts:
         )
 
     def activation_bytes(self, status: SwarmStatus | None) -> tuple[float, ...]:
-        """Return [K - 1] for K stages: bytes of a token from each stage to the next, in the live plan's formats."""
+        """Return, for each of K - 1 stage boundaries, the bytes that one token takes in the live plan's wire format."""
         cuts = max(0, len(status.stages) - 1) if status is not None else 0
         forms = status.formats.activations if status is not None and status.formats is not None else ()
         if len(forms) != cuts:  # unknown, or an impossible value from another peer
@@ -98,7 +98,7 @@ class RunFacts:
 
     @classmethod
     def of_status(cls, status: SwarmStatus) -> "RunFacts":
-        """Return the facts that a status has, for a command without the run's spec."""
+        """Return the facts as far as `status` has them, for a command without the run's spec."""
         layers = max((last for _, last in status.stages), default=1)
         return cls(name=status.name, steps=status.steps, num_layers=layers)
 
@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """List a plan once, and keep the newest: in a demo all peers report every plan, returning peers old ones."""
+        """List each plan once, and remember the newest: in a demo every peer reports plans, even old ones."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):
@@ -207,8 +207,8 @@ class Feed:
         self._add_change(change)
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
-        """Correct the time and the outcome of a plan that is shown already. A peer that just joined obeys a plan that
-        its coordinator has had for longer. The outcome is final once the plan has a successor."""
+        """Correct the time and the outcome of a plan that is listed already: a peer that just joined lists a plan later
+        than its coordinator made it. The outcome is taken once a newer plan is known: before, it is not final."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}
@@ -358,7 +358,7 @@ class Feed:
         return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
-        """Return the coordinator's estimate of the seconds left, minus the time since."""
+        """Return the coordinator's estimate of the seconds left, minus the age of this estimate; None if unknown."""
         status = self._status
         left_s = status.left_s if status and status.step < status.steps else None
         return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)
@@ -417,7 +417,7 @@ class Feed:
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:
-    """True if `plan` also reports the arrival or departure `change`, at most half a minute before or after it."""
+    """True if `plan` names the arrival or departure `change` and was made within half a minute of this change."""
     return (
         plan.kind == "plan"
         and change.kind in ("joined", "left")

@@ -1,6 +1,6 @@
 """Keeps pages of other sites from reading, framing or impersonating the dashboard, and lets the owner pause the peer.
 
-A browser sends a page's requests from the user's machine, so listening on loopback keeps no page out. Three checks do:
+A page's requests come from the user's browser, so listening on loopback alone does not protect. Three checks do:
 - **Host** must be an address, `localhost`, or the name that the user has given. A site that points its own name at
 127.0.0.1 (DNS rebinding) still sends its own name here.
 - **Origin**, where there is one, must be the Host. No CORS header is ever sent.
@@ -49,7 +49,7 @@ HEADERS: Mapping[str, str] = {
 
 
 class Guard:
-    """ASGI middleware that makes these checks. Args: names: host names to accept beside addresses and `localhost`."""
+    """ASGI middleware for the checks of Host, Origin and Sec-Fetch-Site. Args: names: additional hosts to accept."""
 
     def __init__(self, app: ASGIApp, *, names: Sequence[str] = ()) -> None:
         self._app = app
@@ -101,7 +101,7 @@ def _netloc(origin: str) -> str:
 
 @dataclass(slots=True)
 class Steering:
-    """The actions on one peer; refused until `hand` is called, and always in a demo."""
+    """The page's two actions on a peer, pause and resume; refused until `hand` is called, and always in a demo."""
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     _acts: dict[str, Act] = field(default_factory=dict)

@@ -38,7 +38,7 @@ def _escaped(text: str) -> str:
 
 
 def _families(view: View) -> Iterator[tuple[str, str, Samples]]:
-    """Yield (name, about, samples) of each family."""
+    """Yield (name, description, samples) of each metric family."""
     yield "shoal_run_info", "The run that this peer takes part in.", [({"run": view.run, "name": view.name}, 1.0)]
     yield "shoal_step", "Steps that every stage has committed.", view.step
     yield "shoal_steps", "Steps of the whole run.", view.steps

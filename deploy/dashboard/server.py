@@ -8,7 +8,7 @@
 | `/metrics` | the view for Prometheus |
 | `/pause`, `/resume` | POST, for holders of the key (`guard.py`) |
 
-To cost the peer little, a view serves all requests of half a second, and none is built without a request.
+To cost the peer little, one view serves all requests within half a second, and is built only on request.
 """
 
 import asyncio
@@ -155,7 +155,7 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that checks connections, and leaves signals to the peer, so that it also shows a drain."""
+    """A uvicorn server that checks connections. It leaves signals to the peer, so the page also shows a drain."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -167,7 +167,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections but viewers first: uvicorn would wait for them."""
+        """First close all connections but viewers: uvicorn would wait until they close."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)
@@ -188,7 +188,7 @@ class DashboardServer:
 
     @property
     def port(self) -> int:
-        """The actual port, which differs from the wanted one if that was taken."""
+        """The port in use: not the wanted port if another program had taken that."""
         assert self._socket is not None, "not started"
         return int(self._socket.getsockname()[1])
 

@@ -1,4 +1,4 @@
-"""Plain values of a run at one moment, for the page, `/metrics` and terminals.
+"""Defines the plain values that describe a run at one moment, for the page, `/metrics` and terminals.
 
 Strings from other peers are printable and cut to length (`feed.py`); a display still has to escape them for its format.
 """
@@ -16,7 +16,7 @@ PeerState = Literal["training", "light", "fetching", "paused", "draining", "sile
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
-    """Return a peer's state; the worst one if several apply."""
+    """Return a peer's state; if several states apply, the worst."""
     if peer.seen_s_ago > 3.0:
         return "silent"
     if peer.paused_s is not None:
@@ -41,7 +41,7 @@ STALE_S = 15.0
 
 
 def run_phase(status: SwarmStatus) -> str:
-    """Return what the run does or, in the coordinator's words, waits for."""
+    """Return the run's activity or, in the coordinator's words, what the run waits for."""
     if status.step >= status.steps:
         return DONE
     if status.waits_for:
@@ -57,7 +57,7 @@ def standstill(status: SwarmStatus) -> str:
 
 
 def unanswered(age_s: float | None) -> str:
-    """Return a sentence in place of outdated figures; empty if the status's age is short or unknown."""
+    """Return a sentence to show instead of outdated figures; empty if the age of the status is short or unknown."""
     return "" if age_s is None or age_s <= STALE_S else f"the coordinator has not answered for {duration(age_s)}"
 
 
@@ -85,7 +85,7 @@ class PeerView(msgspec.Struct, frozen=True):
     is_me: bool
     is_new: bool
     shortages: int = 0
-    """How often its memory was too small for its plan."""
+    """How often the peer's memory was too small for its plan."""
     light: tuple[int, int] | None = None
     """(layers with state, layers of its stage) of a learner, which trains with weights while its state downloads."""
 
@@ -190,7 +190,7 @@ class View(msgspec.Struct, frozen=True):
     elapsed_s: float
     """Seconds since the run's first plan."""
     left_s: float | None
-    """Seconds until the last step at that rate; None: unknown, or the run stands still."""
+    """Seconds until the last step, estimated; None: unknown, or the run stands still."""
     standstill: str
     """The time without a step, in words; empty: the run goes on."""
     risks: tuple[str, ...]

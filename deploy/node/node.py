@@ -66,7 +66,7 @@ Said = TypeVar("Said")
 
 
 def both(first: Callable[[Said], None], then: Callable[[Said], None]) -> Callable[[Said], None]:
-    """Return a function that calls `first`, then `then`."""
+    """Return a function that passes its argument to `first`, then to `then`."""
 
     def tell(said: Said) -> None:
         first(said)
@@ -117,7 +117,7 @@ class NodePorts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeListeners:
-    """Callbacks for what happens at a node."""
+    """Callbacks for events at a node."""
 
     on_step: Callable[[StepRecord], None] = ignore
     """Called for each step while this peer coordinates."""
@@ -140,9 +140,9 @@ class Node:
 
     Args:
         gate: decides which senders and messages this peer accepts.
-        hears: callbacks for what happens here.
-        arithmetic: computes forwards and backwards; None: with the run's model and text, on the ports' device.
-        traffic: routes microbatches and bounds their number in flight; None: by the plan's shares and measurements.
+        hears: callbacks for events at this node.
+        arithmetic: computes forwards and backwards; None: use the run's model and text, on the ports' device.
+        traffic: routes microbatches and bounds their number in flight; None: use the plan's shares and measurements.
         seals: signs and checks messages; only a simulation, in which every peer is ours, may replace the default.
         allocator: makes the plans while this peer coordinates; every peer of the run must have the same kind.
     """
@@ -234,7 +234,7 @@ class Node:
         return self.coordination.core.is_coordinator
 
     async def start(self) -> None:
-        """Measure this machine, then look for the others. Raises: LocalError: the state on disk is of another run."""
+        """Measure this machine, then look for other peers. Raises: LocalError: the state on disk is of another run."""
         if self._spec_keeper is not None:
             self._keeping.append(asyncio.create_task(self._spec_keeper.keep(), name="keep the run spec"))
         if self.endpoint.members.certificate:
@@ -243,7 +243,7 @@ class Node:
         await self.coordination.start()
 
     async def wait_done(self) -> Found | None:
-        """Wait until the run has done its last step and the other peers know it, or the owner has continued the run.
+        """Wait until the run has done its last step and other peers have heard so, or the owner has continued the run.
 
         Returns: the newer revision of the spec, under which a new node must replace this one; None: the run is done.
         Raises: ShoalError: this peer cannot go on.
@@ -280,7 +280,7 @@ class Node:
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
         """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
 
-        Args: within_s: the time for this; other peers redo unfinished work. The goodbye takes a little longer.
+        Args: within_s: the time for the drain; other peers redo unfinished work. The goodbye takes a little longer.
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):
@@ -304,5 +304,5 @@ class Node:
         self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
-        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: it does not answer."""
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: no status came."""
         return await self.coordination.ask_status()

@@ -1,7 +1,7 @@
 """Renews a member's certificate: the run's owner signs a new one, and the member keeps it on its disk.
 
-A member of the current plan stays in when its certificate expires. It needs a new one to come back after an absence,
-when no peer remembers that it was a member.
+A member of the current plan stays in when its certificate expires. It needs a new certificate to come back after an
+absence, when no peer remembers its membership.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ _LOOK_S = 60.0
 
 
 def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
-    """Load the certificate that an earlier process of this peer received, if it belongs to the current invite."""
+    """Load the certificate kept on `disk` into `members`, if the certificate belongs to the current invite."""
     with suppress(OSError, RemoteError):
         members.take_renewed(disk.read(PurePosixPath(members.run, FILE_NAME)), me)
 
 
 class Renewal:
-    """Asks for new certificates; on the run's owner, issues them.
+    """Asks the run's owner for new certificates; on the owner's own peer, issues them.
 
     Args: disk: keeps a new certificate; None: the certificate is lost when this process ends.
     """
@@ -54,7 +54,7 @@ class Renewal:
                     await asyncio.sleep(600.0)
 
     async def ask(self) -> None:
-        """Ask the owner once. Raises: Unreachable, Refused, RemoteError: it gives none; OSError: the disk fails."""
+        """Ask for a certificate once. Raises: Unreachable, Refused, RemoteError: none came; OSError: the disk fails."""
         members, me = self._members, self._endpoint.peer_id
         certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
         members.take_renewed(certificate, me)

@@ -84,11 +84,11 @@ class Book:
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """Return the first step to request from a member of `groups`."""
+        """Return (era, step) of the first step of which to request a report from a member of `groups`."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return (the oldest step that blocks later ones, its missing groups); None if nothing blocks."""
+        """Return ((era, step), its missing groups) for the oldest step that blocks others; None if none does."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
@@ -99,11 +99,11 @@ class Book:
         return None
 
     def begins(self, era: int, version: int, num_stages: int) -> None:
-        """Note the start version and number of stages of an era, from a plan."""
+        """Record that `era` starts at model `version` and has `num_stages` stages, as its plan says."""
         self._begins[era], self._stages[era] = version, num_stages
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
-        """Add a report. Args: at_s: when the group committed the step, on the clock of `now_s`."""
+        """Add a group's report of a step. Args: at_s: the time of the group's commit, on the clock of `now_s`."""
         key = report.era, report.step
         if key < self._next or not self._is_sound(report) or not now_s - AGO_S_MAX < at_s <= now_s:
             return
@@ -115,10 +115,10 @@ class Book:
         self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
 
     def due(self, now_s: float, *, flush: bool = False) -> list[StepLine]:
-        """Return the steps, in order, that are complete or for which the book has waited long enough. Their `time` is
-        on the clock of `now_s`.
+        """Return, in order, the steps that are complete or have waited long enough for their missing reports. Their
+        `time` is on the clock of `now_s`.
 
-        Args: flush: also return incomplete steps with a loss, since no further reports will come.
+        Args: flush: also return incomplete steps that have a loss, without waiting: no reports will follow.
         """
         self._note_passed(now_s)
         begun = self._firsts()
@@ -152,14 +152,14 @@ class Book:
                     entry.passed_s = now_s
 
     def _firsts(self) -> dict[int, int]:
-        """Return era -> its first step that was reported and is not released yet."""
+        """Return {era: its first reported step that is not released yet}."""
         firsts: dict[int, int] = {}
         for era, step in self._open:
             firsts[era] = min(step, firsts.get(era, step))
         return firsts
 
     def _first(self, era: int) -> Key:
-        """Return the next step to release if it belongs to `era`."""
+        """Return (era, step) of the next step to release in `era`; for a new era, its start according to its plan."""
         if era == self._next[0]:
             return self._next
         return era, self._begins.get(era, self._next[1])
@@ -168,7 +168,7 @@ class Book:
         return self._next if key is None else max(self._next, (key[0], key[1] + 1))
 
     def _groups_of(self, era: int) -> int:
-        """Return how many groups commit a step of the era, expert holders included; 0: unknown."""
+        """Return the number of groups that commit each step of `era`, expert holders included; 0 if unknown."""
         return self._stages.get(era, 0) * (1 + self._num_experts)
 
     def _is_sound(self, report: CommitReport) -> bool:
@@ -210,7 +210,8 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Return tokens/s since the newest step that is at least `RATE_S` old, or since the oldest known step."""
+        """Return the mean tokens/s up to this step, from the newest step that is at least `RATE_S` older or, without
+        one, from the oldest known step; None if no time has passed."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

@@ -22,9 +22,9 @@ class EventsFile:
     """TensorBoard's event file beside the record in `folder`. It replaces the files of earlier starts.
 
     The file is rewritten when a peer starts and when the run goes back to a snapshot, and only grows in between. So it
-    never contains a step twice, or one that the run has undone.
+    never contains a step twice, or an undone step.
 
-    Args: record: the lines that the record has already. Raises: OSError: the file cannot be written.
+    Args: record: the record so far. Raises: OSError: the file cannot be written.
     """
 
     trouble = "TensorBoard's file cannot be written ({})"
@@ -34,7 +34,7 @@ class EventsFile:
         self._begin(record)
 
     def add(self, lines: Sequence[StepLine | ValidationLine]) -> None:
-        """Append the values of these lines, which are in the record already. Raises: OSError: the disk fails."""
+        """Append the values of `lines`, which the record has already. Raises: OSError: the disk fails."""
         if max(line.era for line in lines) > self._era:
             self._writer.close()
             self._begin(read_record(self._folder))  # the run went back: earlier events are void
@@ -77,7 +77,7 @@ class EventsFile:
 
 
 def need_wandb() -> None:
-    """Check that the package is installed. Raises: LocalError: it is not."""
+    """Raise LocalError if the package wandb is not installed."""
     try:
         import wandb  # noqa: F401
     except ImportError as error:
@@ -123,7 +123,7 @@ class WandbRun:
 
 
 def scalars(line: StepLine | ValidationLine) -> dict[str, float]:
-    """Return tag -> value of a line, without unknown values."""
+    """Return {tag: value} for a line of the record, without unknown values."""
     if isinstance(line, ValidationLine):
         values: dict[str, float | None] = {"loss/validation": line.loss, "perplexity/validation": line.perplexity}
     else:

@@ -14,7 +14,7 @@ def find_record(wanted: str) -> Path:
     """Find a record.
 
     Args: wanted: a run's name, id or first letters of its id; a record, or a folder with records; empty: the last run.
-    Raises: LocalError: there is none, or `wanted` is ambiguous.
+    Raises: LocalError: no record is found, or `wanted` is ambiguous.
     """
     found = [
         record for path in look_for("record", wanted, has=lambda path: bool(_below(path))) for record in _below(path)
@@ -30,12 +30,12 @@ def find_record(wanted: str) -> Path:
 
 
 def records_of(run: str) -> list[Path]:
-    """Return the records of a run on this machine, one per peer that keeps one."""
+    """Return the records of a run on this machine, one for each peer that keeps a record."""
     return [record for found in all_runs() if found.run == run for record in _below(found.path)]
 
 
 def _below(path: Path) -> list[Path]:
-    """Return the record itself, or the records in a folder, at most as deep as a demo's (`peers/ana/RUN/`)."""
+    """Return the record `path`, or the records at most three folders below `path` (a demo's: `peers/ana/RUN/`)."""
     if path.is_file():
         return [path]
     return [record for depth in range(4) for record in sorted(path.glob("*/" * depth + RECORD))]

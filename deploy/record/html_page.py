@@ -31,7 +31,7 @@ _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
 
 
 def render_page(record: Record) -> str:
-    """Return the whole page."""
+    """Return the whole HTML page about `record`."""
     found = Totals(record)
     every = -(-len(record.steps) // POINTS_MAX) or 1
     steps = [merged(record.steps[index : index + every]) for index in range(0, len(record.steps), every)]
@@ -59,11 +59,11 @@ def render_page(record: Record) -> str:
 def one_file(
     folder: Path, title: str, data: object, *, style: str = "", scripts: Sequence[Path] = (), **parts: str
 ) -> str:
-    """Return a page that loads nothing, from `page.html`, `page.css` and `page.js` of `folder`.
+    """Return a self-contained HTML page, made from `page.html`, `page.css` and `page.js` of `folder`.
 
     Args:
         data: values for `page.js`, embedded as JSON.
-        style: CSS that goes before that of `page.css`.
+        style: CSS to insert before `page.css`.
         scripts: files that `page.js` uses beside `kit.js`.
         parts: values for the other placeholders of `page.html`.
     """

@@ -146,7 +146,7 @@ def encode_line(line: Line) -> bytes:
 
 
 def decode_line(data: bytes) -> Line | None:
-    """Decode a line; None if it was torn or is of an unknown kind."""
+    """Decode a line of a record; return None if it is torn or of an unknown kind."""
     try:
         return _DECODER.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -158,7 +158,7 @@ point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "lear
 
 
 def perplexity(loss: float | None) -> float | None:
-    """Return e^loss for a loss in nats a token, at most e^80; None if there is none or it is not finite."""
+    """Return e^loss for a loss in nats per token, at most e^80; None if `loss` is None or not finite."""
     return math.exp(min(loss, 80.0)) if loss is not None and math.isfinite(loss) else None
 
 

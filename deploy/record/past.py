@@ -1,8 +1,8 @@
-"""Remembers the commits of a peer's groups, for peers that keep a record and were absent.
+"""Remembers the commits of a peer's groups, for other peers that keep a record and missed them.
 
-A coordinator hears of all commits of its term, but that knowledge is lost when it is killed. Every member of a group
-knows the group's commits. So a recording peer asks one member of each group: a step is forgotten only if all members of
-a group are gone.
+A coordinator hears of all commits of its term, but forgets them when it is killed. Every member of a group knows the
+group's commits. So a recording peer asks one member of each group: a step is forgotten only if all members of a group
+are gone.
 """
 
 from bisect import bisect_left, insort
@@ -28,7 +28,7 @@ class _Kept(Generic[Report]):
         self._reports: dict[tuple[int, ...], tuple[float, Report]] = {}
 
     def add(self, key: tuple[int, ...], at_s: float, report: Report) -> None:
-        """Keep a report. A repeated one, from another member, counts once."""
+        """Keep a report under `key`, unless another member has reported the same before."""
         if key not in self._reports:
             self._reports[key] = at_s, report
             insort(self._keys, key)
@@ -36,7 +36,7 @@ class _Kept(Generic[Report]):
                 del self._reports[self._keys.pop(0)]
 
     def oldest(self, first: tuple[int, ...], now_s: float) -> Iterator[tuple[float, Report]]:
-        """Yield (seconds since it came, report) from the key `first` on, as many as fit into a reply."""
+        """Yield (seconds since arrival, report) for reports from the key `first` on, as many as fit into a reply."""
         begin = bisect_left(self._keys, first)
         for key in self._keys[begin : begin + HISTORY_PER_REPLY_MAX]:
             at_s, report = self._reports[key]
@@ -44,7 +44,7 @@ class _Kept(Generic[Report]):
 
 
 class Past:
-    """Keeps the newest commits of this peer's groups, and the validations that this peer led."""
+    """Keeps reports of the newest commits of this peer's groups, and of validations that this peer led."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -58,7 +58,7 @@ class Past:
         self._validations.add((report.era, report.step), self._clock.now_s(), report)
 
     def since(self, request: HistoryRequest) -> History:
-        """Return the oldest requested commits and validations, as many of each as fit into a reply."""
+        """Return the oldest commits and validations that `request` asks for, as many of each as fit into a reply."""
         now_s = self._clock.now_s()
         commits = self._commits.oldest((*request.commits_from, -1), now_s)
         validations = self._validations.oldest(request.validations_from, now_s)
@@ -68,7 +68,7 @@ class Past:
         )
 
     def serve(self, endpoint: Endpoint) -> None:
-        """Answer other peers' requests for these commits and validations."""
+        """Answer other peers' requests for past commits and validations."""
 
         async def answer(source: PeerID, message: HistoryRequest) -> History:
             return self.since(message)

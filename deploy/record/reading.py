@@ -1,4 +1,7 @@
-"""Reads a record: its valid lines, in order, despite crashes and steps repeated in a new era (training generation)."""
+"""Reads a record: its valid lines in order, despite lines torn by a crash.
+
+If the run goes back to a snapshot, a new *era* begins and repeats steps; lines of their first execution are void.
+"""
 
 import math
 from collections import defaultdict
@@ -56,7 +59,7 @@ def _order(line: StepLine | ValidationLine) -> tuple[int, int]:
 
 
 def read_record(path: Path) -> Record:
-    """Read a record. Args: path: the file or its folder. Raises: LocalError: there is none, or it cannot be read."""
+    """Read the record `path`, a file or its folder. Raises: LocalError: the file is missing or cannot be read."""
     path = path / RECORD if path.is_dir() else path
     try:
         with path.open("rb") as file:
@@ -68,7 +71,7 @@ def read_record(path: Path) -> Record:
 
 
 def record_of(data: Iterable[bytes]) -> Record:
-    """Build a record from the file's lines."""
+    """Build a record from `data`, the lines of its file."""
     record, lines = Record(), defaultdict[type, list[Any]](list)
     steps: dict[tuple[int, int], StepLine] = {}
     validations: dict[tuple[int, int], ValidationLine] = {}
@@ -93,8 +96,8 @@ def record_of(data: Iterable[bytes]) -> Record:
 
 
 def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> Callable[[int], float]:
-    """Return a function that maps an era to the step from which its lines are void: the first step of any later era.
-    That is the step of the later era's first line, or an earlier one if a plan of that era says so."""
+    """Return a function that maps an era to the step from which its lines are void: the lowest first step of a later
+    era. An era's first step is its lowest recorded step, or an earlier step to which a plan of that era went back."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1

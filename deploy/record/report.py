@@ -1,7 +1,7 @@
 """Defines the reports of a peer process to its parent: one JSON object a line on its standard output.
 
-`shoal demo` reads them from its children. Every member of a stage's group reports each step itself, so the parent hears
-of a step even if other members or the coordinator die. Only the table of the swarm comes from the coordinator.
+`shoal demo` reads them from its children. Every member of a stage's group reports each step, so the parent hears of a
+step even if other members or the coordinator die. Only the table of the swarm comes from the coordinator.
 """
 
 import sys
@@ -27,7 +27,7 @@ class Ready(_Report, frozen=True):
 
 
 class Invites(_Report, frozen=True):
-    """A new invite that also names other members, so that it works without this process."""
+    """A new invite that also names other members, and so still works after this process has ended."""
 
     peer: PeerID
     invite: str
@@ -73,7 +73,7 @@ class Validated(_Report, frozen=True):
 class StepDone(_Report, frozen=True, kw_only=True):
     """A step that all stages have committed, reported by the coordinator (`coordinator.ledger.StepRecord`).
 
-    A parent needs it if some stage has none of its children; otherwise it learns the step from `Committed`.
+    A parent needs this report if some stage has none of its children; else it learns the step from `Committed`.
     """
 
     step: int
@@ -221,13 +221,13 @@ _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def write_report(report: Report) -> None:
-    """Write to standard output and flush. A dead parent needs no handling here: its death ends this process."""
+    """Write `report` to standard output and flush. A parent's death needs no handling here: it ends this process."""
     sys.stdout.write(_ENCODER.encode(report).decode() + "\n")
     sys.stdout.flush()
 
 
 def read_report(line: bytes) -> Report | None:
-    """Decode one line; None if it is no report (a library printed something)."""
+    """Decode a line of a peer's output; return None if it is no report (a library printed something)."""
     try:
         return _DECODER.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):

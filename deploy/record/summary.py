@@ -19,7 +19,7 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One peer's share of the work, as far as recorded."""
+    """One peer's share of the run's work, as far as recorded."""
 
     lines: Sequence[PeerLine]
     work_s: float
@@ -141,7 +141,7 @@ def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
 
 
 def what_was_lost(found: Totals) -> str:
-    """Return the lost work in words, or `nothing`."""
+    """Return in words what work the run has lost, or `nothing`."""
     parts = []
     if found.redone:
         parts.append(f"{counted(found.redone, 'step')} done again, as the run went back {times(found.rollbacks)}")

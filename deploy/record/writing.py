@@ -43,7 +43,7 @@ class RecordFile:
         self._num_lost = 0
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Write the lines; while the disk fails, keep them in memory."""
+        """Write `lines`; while the disk fails, keep them in memory."""
         self._num_lost += max(0, len(self._waiting) + len(lines) - WAITING_MAX)
         self._waiting.extend(encode_line(line) for line in lines)
         if not self._waiting or self._now_s() < self._again_s:
@@ -104,7 +104,7 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned. In that half, two steps become one line. Notes are dropped, plans
+    """Rewrite the record with its older half thinned. In that half, two steps become one line. Dropped are notes, plans
     with the era, peers and stages of the plan before, and all lines about a peer but the first and the last.
 
     Returns: the record's size in bytes. Raises: OSError: the disk fails.

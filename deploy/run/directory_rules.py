@@ -1,7 +1,7 @@
-"""Decides which records a run's directory accepts: a DHT node asks before it keeps, passes on or reads a record.
+"""Decides which records a run's directory (a DHT) accepts; each node asks before it keeps, passes on or reads a record.
 
-A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. Its key accepts nothing else,
-so nobody can crowd the spec out. Each other record is a peer's signed statement about itself, under the peer's own ID.
+A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. The spec's key accepts only
+such copies, so nobody can crowd them out. Any other record is a peer's signed statement about itself, under its ID.
 """
 
 from collections.abc import Mapping
@@ -29,7 +29,7 @@ _NOTICE_BYTES_MAX = 4 * 1024
 
 
 def record_rules(gate: Gate) -> Mapping[str, KeyRule]:
-    """Return, for each key, the rule for its records in a `LiveDirectory`; all peers of the run have the same rules."""
+    """Return {key: rule for the records under this key} for a `LiveDirectory`, the same for all peers of the run."""
     run = gate.members.run
     return {
         record_key(run): KeyRule(accept=partial(_is_spec, gate), bytes_max=_COPIES_BYTES_MAX),

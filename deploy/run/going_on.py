@@ -1,4 +1,4 @@
-"""Chooses the revision of the spec under which a stopped or finished run goes on, and the sentences about it.
+"""Chooses the revision of the spec under which a stopped or finished run goes on, and explains it in sentences.
 
 `going_on` reads this machine's files of the run and starts nothing.
 """
@@ -24,7 +24,7 @@ _GOAL: Final = ("training.steps", "optimizer.schedule", "optimizer.decay_steps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingOn:
-    """The spec under which a run goes on, and sentences about it."""
+    """The spec under which a run goes on, and sentences for the user about the choice."""
 
     spec: RunSpec
     sentences: tuple[str, ...]
@@ -36,8 +36,8 @@ class GoingOn:
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
     """True if `asked` means the run of which `known` is a revision.
 
-    Args: chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. They do not count:
-    another version of shoal, or another number of steps, may have filled in other values.
+    Args: chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. A difference in them
+    does not count: another version of shoal, or another number of steps, may have filled in other values.
     """
     values = {path: attrgetter(path)(known) for path in chosen}
     try:
@@ -51,7 +51,7 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
 
     Args:
         asked: the spec from the run file as it is now, or the newest revision itself.
-        steps: the wanted number of steps, in place of that of `asked`.
+        steps: the wanted number of steps; None: that of `asked`.
     Raises: LocalError: the run cannot go on in this way; the sentence says why.
     """
     known = folder.spec()
@@ -78,7 +78,7 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
 
 
 def new_run_note(asked: RunSpec, others: Iterable[RunFolder], chosen: Collection[str] = ()) -> str:
-    """Return a note if a run of this name exists but `asked` changes fields that cannot change; else empty."""
+    """Return a note if one of `others` has this name but differs from `asked` in fields that cannot change; else ""."""
     begun = [(other.reached(), other, spec) for other in others if (spec := other.spec()) is not None]
     begun = [entry for entry in begun if entry[0] > 0 and entry[2].name == asked.name]
     if not begun:
@@ -98,8 +98,8 @@ def _goal_of(spec: RunSpec) -> _Goal:
 
 
 def _goal(asked: RunSpec, known: RunSpec, steps: int | None) -> _Goal:
-    """Return the wanted goal (steps, schedule, decay steps). A run file with the goal of an earlier revision has not
-    been edited since, so the newest goal is valid."""
+    """Return the wanted goal (steps, schedule, decay steps). If `asked` has the goal of an earlier revision, the run
+    file was not edited since that revision, so the newest revision's goal is valid."""
     earlier = [(part.steps, part.schedule, part.decay_steps) for part in known.continued]
     goal = _goal_of(asked)
     if goal in earlier:
@@ -204,7 +204,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """Return a sentence for a volunteer that finds nobody; empty if the run was not finished when last seen."""
+    """Return a sentence for a volunteer that finds no peers; empty if the run was unfinished when last seen."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""

@@ -1,4 +1,4 @@
-"""Writes run specs as files: the `RUN.toml` of a host, and the one that `shoal demo` writes."""
+"""Writes run specs as TOML files: a host's `RUN.toml`, and the run file of `shoal demo`."""
 
 import os
 from collections.abc import Mapping
@@ -62,7 +62,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """Write `dump_spec` to a file; with `comments`, `dump_brief`. Raises: LocalError: a path in it is not UTF-8."""
+    """Write `dump_spec` (with `comments`: `dump_brief`) to `path`. Raises: LocalError: `spec` has a non-UTF-8 path."""
     path.write_text(dump_spec(spec) if comments is None else dump_brief(spec, comments))
     assert load_spec(path) == spec
 
@@ -72,7 +72,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """Return the tables without field `name` of `section`; unchanged if the spec would then differ from `spec`."""
+    """Return `tables` without field `name` of `section`; unchanged if the result would no longer decode to `spec`."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less

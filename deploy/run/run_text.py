@@ -33,7 +33,7 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences about each source: how much is read, learnt and left out, and the number of data passes."""
+    """Return sentences about each source of text: how much is read, learnt and left out, and how many passes."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):
@@ -65,13 +65,13 @@ def find_corpus(
 ) -> Corpus | None:
     """Return the run's text, or None if it is not on this machine.
 
-    A path in the spec names a file of the host. It is never read here: otherwise a stranger would choose which local
+    A path in the spec names a file of the host and is never read here: otherwise a stranger would choose which local
     file this machine reads, or what it fetches from the hub.
 
     Args:
         data: the user's path of the run's text; several sources separated by commas, in the spec's order; empty: none.
         tokenizer: the user's path of the run's tokenizer.json; empty: none.
-    Raises: DataError: the user named a text, and it is missing or not the run's.
+    Raises: DataError: the text that the user named is missing or not the run's.
     """
     needs_tokenizer, each = spec.data.tokenizer != BYTES, spec.data.each
     is_here = all(one.source == PYTHON_LIBRARY for one in each)

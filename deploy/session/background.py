@@ -17,8 +17,8 @@ def is_working() -> bool:
 
 
 async def in_background(work: Callable[[], T]) -> T:
-    """Run `work` in a daemon thread. Unlike with `asyncio.to_thread`, the process can end before `work` does, so do not
-    write files in it.
+    """Run `work` in a daemon thread. Unlike with `asyncio.to_thread`, the process can end before `work` does, so `work`
+    must not write files.
 
     Raises: whatever `work` raises.
     """
@@ -43,7 +43,7 @@ async def in_background(work: Callable[[], T]) -> T:
 
 @contextlib.asynccontextmanager
 async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
-    """Cancel `tasks` at the end of the context, and wait for them; their errors are dropped."""
+    """At the end of the context, cancel `tasks` and wait until they have ended; drop their errors."""
     try:
         yield
     finally:

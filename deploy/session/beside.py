@@ -25,7 +25,7 @@ async def serving(
     A taken port is no error: the next free one is used, and `Dashboard.announcement` names it.
 
     Args:
-        steers: print the page's key, with which its holders can pause this peer.
+        steers: print the page's key; a person with the key can pause this peer.
         folder: the peer's folder, which keeps port and key for the next start; None: they are not kept.
     Raises: LocalError: `address` is not this machine's.
     """

@@ -52,7 +52,7 @@ class Each:
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """Divide a machine's network rates (Mbit/s) evenly among peers. Limits of a device stay: each has its own."""
+    """Divide a machine's network rates (Mbit/s) among peers, not its device limits: each peer has its own device."""
     rates = {name: getattr(limits, name) for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")}
     parts = {name: max(MBIT_S_MIN, rate / among) for name, rate in rates.items() if rate > 0.0}
     return msgspec.structs.replace(limits, **parts)

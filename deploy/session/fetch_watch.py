@@ -5,14 +5,14 @@ from shoal.peer.handoff.fetcher import FetchProgress
 
 
 class FetchWatch:
-    """Reports the progress of a fetch, with the remaining time estimated from its pace so far."""
+    """Reports the progress of a fetch, and estimates the remaining time from the rate so far."""
 
     def __init__(self) -> None:
         self._progress: FetchProgress | None = None
         self._began_s = 0.0
 
     def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
-        """Return new progress to report, or None. A phase without `part` means that the fetch is over."""
+        """Return new progress of the fetch, or None if there is none. A phase without `part`: the fetch is over."""
         if progress is not self._progress:
             self._progress, self._began_s = progress, now_s
             if progress is None:

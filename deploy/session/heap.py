@@ -33,8 +33,8 @@ def share_heap() -> None:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """Turn the cycle collector off while modules are imported, then exempt their 300,000 objects from it: nearly all
-    stay alive, and each collection would take 0.1 s to walk them."""
+    """Turn the cycle collector off while modules are imported, then exempt their 300,000 objects from collection:
+    nearly all stay alive, and each collection would take 0.1 s to visit them."""
     gc.disable()
     try:
         yield

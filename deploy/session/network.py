@@ -47,14 +47,14 @@ async def open_network(
     rates: RateLimits,
     invited: Sequence[str],
 ) -> AsyncIterator[SessionNetwork]:
-    """Keep the network up inside the context, and write down connected peers meanwhile.
+    """Keep the network up inside the context, and meanwhile note connected peers on disk.
 
     Args:
         members: decides on admission to the run.
         folder: the peer's folder, locked by this process.
         listen, announce: multiaddrs without `/p2p/…`.
-        invited: the addresses of an invite; earlier met peers of the run are dialled too.
-    Raises: TransportError: the network daemon does not start, or cannot listen there.
+        invited: the addresses in an invite, to dial besides the peers met earlier in the run.
+    Raises: TransportError: the network daemon does not start, or cannot listen at `listen`.
     """
     async with contextlib.AsyncExitStack() as stack:
         await sweep()
@@ -81,7 +81,7 @@ async def open_network(
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
-    """Return the former addresses, or `asked` if another program has taken one of the ports."""
+    """Return `kept`, the addresses of the last start, or `asked` if another program has taken a port of `kept`."""
     try:
         refuse_ports_in_use(kept)
     except TransportError as error:

@@ -1,7 +1,7 @@
-"""Keeps the record of a run while a peer takes part: asks members for their commits and writes them down.
+"""Keeps the record of a run while a peer takes part: asks members for their commits and writes these to the record.
 
-The path of a step: `_ask` (members' `History`, and our own past) -> `Book.due` -> `_keep` (the file, TensorBoard's,
-Weights & Biases) and `Recorded` to the displays. Without a folder it only feeds the dashboard.
+A step passes from `_ask` (members' `History`, and our own past) through `Book.due` to `_keep` (the record,
+TensorBoard's file, Weights & Biases), and as `Recorded` to the displays. Without a folder, only displays get the step.
 """
 
 import asyncio
@@ -242,7 +242,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """(era, version) from which to request validations: two intervals before the newest known; some come late."""
+        """Return (era, version) from which to request validations: two intervals before the newest: some are late."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 
@@ -306,7 +306,7 @@ class Recorder:
     # --- writing ---
 
     async def _tell(self, steps: Iterable[StepLine]) -> None:
-        """Keep these steps, with times in seconds since 1970 and the live plan's predicted tokens/s."""
+        """Keep `steps`, with times in seconds since 1970 and the live plan's predicted tokens/s."""
         ahead_s = time.time() - time.monotonic()
         since, foreseen = self._foreseen
         await self._keep(
@@ -321,7 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write these steps and all waiting lines, in another thread since a disk may be slow, and report them."""
+        """Write `steps` and all waiting lines, in another thread since a disk may be slow; then report these lines."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:
@@ -347,7 +347,7 @@ class Recorder:
                 self._exports.remove(export)
 
     def close(self) -> None:
-        """Write the waiting lines, and close the files. It blocks."""
+        """Write the waiting lines and close the files. This call blocks."""
         if self._file is not None:
             self._file.append(self._waiting)
             self._file.close()
@@ -371,7 +371,7 @@ class Recorder:
 
 @contextlib.asynccontextmanager
 async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncIterator[None]:
-    """Keep the record inside the context, if there is a folder or a dashboard for it.
+    """Keep the record inside the context, if `recorder` has a folder or there is a dashboard to show it.
 
     Raises: LocalError: Weights & Biases does not start.
     """
@@ -388,7 +388,7 @@ async def recording(recorder: Recorder, dashboard: "Dashboard | None") -> AsyncI
 
 
 def start_line(spec: RunSpec, *, run: str, peer: PeerID, peer_name: str) -> StartLine:
-    """Return the line about the run `run` and the peer that keeps the record."""
+    """Return a record's first line, about the run `run` and the peer that keeps the record."""
     return StartLine(
         time=_ms(time.time()),
         run=run,
@@ -418,7 +418,7 @@ def _trouble(export: type[EventsFile | WandbRun], error: Exception) -> str:
 
 
 def _num_groups(plan: Plan | None) -> int:
-    """Return how many groups commit a step, expert holders included."""
+    """Return the number of groups that commit each step under `plan`, expert holders included."""
     return len(plan.stages) + len(plan.experts) if plan is not None else 0
 
 

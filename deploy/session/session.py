@@ -1,4 +1,4 @@
-"""Lets one process take part in one run on libp2p, until the run is done or a stop is requested."""
+"""Lets one process take part in one run through libp2p, until the run is done or a stop is requested."""
 
 import asyncio
 import contextlib
@@ -87,20 +87,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between the status requests of a child that does not coordinate. Each asks, since any other may die."""
+"""Seconds between the status requests of a child that does not coordinate. Every child asks: any may die."""
 _POLLS_MAX = 20
-"""Status requests per second to the coordinator, from all peers that show it together: in a larger swarm, each asks
-more rarely."""
+"""Status requests per second to the coordinator, from all peers that show the status: in larger swarms each asks
+rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_ANYBODY_S = 11.0
-"""The time to look for the run while no address answers: the transport dials them again after ten seconds."""
+"""The time to look for the run while no address answers: the transport dials addresses again after ten seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ways:
-    """The addresses of this peer, as multiaddrs without `/p2p/…`."""
+    """This peer's own addresses, as multiaddrs without `/p2p/…`."""
 
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
@@ -162,7 +162,7 @@ class _Run(NodeRun):
 
 
 def _seats(spec: RunSpec) -> int:
-    """Return how many machines may join with the invite that the host prints: enough for the run to begin."""
+    """Return the number of machines that may join with the host's first invite: enough for the run to begin."""
     return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
@@ -240,7 +240,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part again, as after a restart, under the newer revision of the spec and each later one; None: return."""
+    """Take part under `newer`, a newer revision of the spec, if there is one; then under each later revision."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
@@ -268,7 +268,7 @@ def _network(
 async def _take_part(network: SessionNetwork, run: _Run, options: Options, stop: Stop) -> Found | None:
     """Take part until the run is done or a stop is requested.
 
-    Returns: a newer revision of the run's spec, if it ended because of that; else None.
+    Returns: the newer revision of the spec, if one ended this call early; else None.
     """
     note_folder(options.folder)
     RunFolder(options.folder, network.transport.run).keep_record(run.spec, run.record)
@@ -477,7 +477,7 @@ async def _until_done(
 
 
 async def _tell_invites(verbs: HostVerbs, me: PeerID, reports: Reporter) -> None:
-    """Report an invite that names other peers too, once there are some: the first invite names only this machine."""
+    """Report a new invite as soon as it can name other peers too: the first invite names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(2.0)
@@ -521,7 +521,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return what delays the first plan. Only the host, which makes that plan, knows how many peers are here."""
+    """Return in words what delays the first plan. Only the host, which makes that plan, can count the present peers."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

@@ -1,4 +1,4 @@
-"""Writes the run's progress to disk, for commands that ask for it while no peer is up."""
+"""Writes the run's progress to disk, for commands that show this progress while no peer is up."""
 
 import os
 import time
@@ -12,7 +12,7 @@ from shoal.deploy.state.run_folder import RunFolder, SavedStanding
 
 
 class StandingNote:
-    """Writes the note when the peer starts, every 20 s while it gets the run's status, and when it ends."""
+    """Writes the run's progress at the peer's start, every 20 s while the run's status arrives, and at its end."""
 
     def __init__(self, node: Node, folder: Path) -> None:
         self._folder = RunFolder(folder, node.run)

@@ -16,8 +16,8 @@ class Stop:
     """The stop request of one process.
 
     Ctrl-C drains: it ends the peer without losing work. SIGTERM (service stopped, machine going down) and SIGHUP
-    (terminal closed, logout) drain with less time. A second Ctrl-C or SIGTERM, or one before the peer takes part,
-    cancels the main task at once.
+    (terminal closed, logout) drain with less time. A second Ctrl-C or SIGTERM, or one that comes before the peer takes
+    part, cancels the main task at once.
     """
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Stop:
         self.asked.set()
 
     async def leave(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer `leave` on the control socket: stop as on Ctrl-C or, if `drains` is false, as on SIGTERM."""
+        """Answer `leave` on the control socket: stop as on Ctrl-C or, if argument `drains` is false, as on SIGTERM."""
         self._ask(signal.SIGINT if arguments.get("drains", True) else signal.SIGTERM)
         return {}
 

@@ -19,7 +19,7 @@ _PORT = re.compile(r"^/ip([46])/.*/tcp/([1-9]\d*)$")
 
 
 class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """The content of the file. Ports are 0 and the key is empty if nothing is kept yet."""
+    """The kept ports by IP version, and the dashboard's port and key; 0, or an empty key, if nothing is kept yet."""
 
     ports: dict[str, int] = {}
     """IP version -> libp2p port: {"4": 43117}; only ports that the system chose because the user named none."""
@@ -35,7 +35,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(filled)
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Return a copy with the port in `listening` of each IP version for which the user `asked` for port 0 (any)."""
+        """Return a copy with the port in `listening` for each IP version that has port 0 (any) in `asked`."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}

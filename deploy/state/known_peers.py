@@ -1,4 +1,4 @@
-"""Keeps the peers met in a run on disk, so that a restart finds one even if the invite's addresses are dead.
+"""Keeps on disk the peers met in a run: a restart then finds a peer even if the invite's addresses are dead.
 
 The file is `RUN/known_peers.json` in the peer's folder: newest first, bounded, replaced as a whole. If an address now
 belongs to another peer, libp2p's handshake fails, which does no harm.
@@ -44,7 +44,7 @@ class _File(msgspec.Struct, frozen=True):
 
 
 class KnownPeers:
-    """The file of one run. Calls block on the disk."""
+    """The file of peers met in one run. Calls block on the disk."""
 
     def __init__(self, disk: Disk, run: str) -> None:
         self._disk = disk
@@ -67,7 +67,7 @@ class KnownPeers:
 
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:
-    """Return addresses from the files of all peers of this user in the run, last seen first."""
+    """Return the addresses that any of this user's peers in the run has kept, last seen first."""
     paths = [*root.glob(f"*/*/{run}/{FILE_NAME}"), *root.glob(f"*/*/*/{run}/{FILE_NAME}")]
     files = (KnownPeers(LiveDisk(path.parent.parent), run) for path in paths)
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
@@ -75,7 +75,7 @@ def all_known(root: Path, run: str) -> tuple[str, ...]:
 
 
 def ways_to(invite: Invite) -> tuple[str, ...]:
-    """Return addresses for a command: the invite's, then those of peers met in its run by this user's peers."""
+    """Return addresses for a command to dial: the invite's, then those of peers that this user's peers met."""
     return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
 
 
@@ -94,10 +94,10 @@ def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerI
 
 
 def whom_to_name(own: Sequence[str], others: Mapping[PeerID, Sequence[str]], *, num_peers: int) -> tuple[str, ...]:
-    """Return the addresses of an invite that names up to `num_peers` peers: our own, and one each of others.
+    """Return addresses for an invite that names up to `num_peers` peers: our own, and one of each other peer.
 
-    Peers that are reachable from farther away come first. A peer with only a loopback address is left out unless ours
-    is one too.
+    Peers that are reachable from farther away come first. A peer with only a loopback address is left out unless our
+    address is a loopback address too.
     """
     ours = worth_telling(own)
     best = {peer: worth_telling(addresses)[:1] for peer, addresses in sorted(others.items())}

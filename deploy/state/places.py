@@ -1,7 +1,7 @@
 """Locates shoal's files on this machine: one folder per peer, and a note for each run that is up.
 
-Everything is under `$XDG_STATE_HOME/shoal`: a restart needs it. No other user may read it: an invite lets its reader
-join, and a snapshot contains the weights.
+Everything is under `$XDG_STATE_HOME/shoal`, since a restart needs it. No other user may read these files: an invite
+lets its reader join, and a snapshot contains the weights.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ def cache_root() -> Path:
 
 
 def own_folder(variable: str, usual: str) -> Path:
-    """Return the folder `shoal` in the folder that `variable` of the environment names, else in `usual` of the home."""
+    """Return `shoal` in the folder that the environment's `variable` names, else in `usual` in the home folder."""
     return Path(os.environ.get(variable) or Path.home() / usual) / "shoal"
 
 
@@ -58,7 +58,7 @@ def claim_folder(path: Path) -> FolderLock:
     """Create and lock `path`. Close it, its content and the state root to other users, and set this process's umask to
     077, which children inherit.
 
-    Raises: LocalError: another process holds it, it cannot be made, or its path is not UTF-8, which our notes need.
+    Raises: LocalError: another process holds `path`, it cannot be made, or it is not UTF-8, which our notes need.
     """
     os.umask(_OTHERS)
     try:
@@ -113,7 +113,7 @@ def _close(path: Path) -> None:
 
 
 def claim_first_free(parent: Path, prefix: str) -> FolderLock:
-    """Lock the first free one of `parent/prefix-1`, `parent/prefix-2`, …, so that a restart gets its former folder.
+    """Lock the first unlocked folder of `parent/prefix-1`, `parent/prefix-2`, …, so a restart gets the former folder.
 
     Raises: LocalError: the folder cannot be made.
     """
@@ -129,7 +129,7 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
 
 
 def note_folder(folder: Path) -> None:
-    """Note a peer's folder that is outside shoal's usual places, so that commands find its runs."""
+    """Record a peer's folder outside shoal's usual places, so that commands find the runs in it."""
     folder, root = folder.resolve(), state_root().resolve()
     if any(folder.is_relative_to(root / usual) for usual in ("hosts", "runs", "demo")):
         return
@@ -209,7 +209,7 @@ def last_running() -> Running | None:
 
 
 def all_running() -> list[Running]:
-    """Return the notes of this user's live peers, newest first; delete those of dead ones."""
+    """Return the notes of this user's live peers, newest first; delete the notes of dead peers."""
     alive = []
     for path in sorted((state_root() / "running").glob("*.json")):
         try:

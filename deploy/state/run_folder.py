@@ -81,12 +81,12 @@ class RunFolder:
     # --- the spec ---
 
     def spec(self) -> RunSpec | None:
-        """Return the newest revision that this peer knows; None: it knows none."""
+        """Return the newest revision of the spec that this peer knows; None if it knows none."""
         kept = self.record()
         return kept[0] if kept is not None else self._spec_of_snapshots()
 
     def record(self) -> tuple[RunSpec, bytes] | None:
-        """Return the spec and its signed record, checked against the run's name, a hash of the spec and its owner."""
+        """Return the spec and its signed record if they match the run's name (a hash of spec and owner), else None."""
         try:
             data = (self.path / RECORD).read_bytes()
             owner = msgspec.msgpack.decode(data, type=Envelope).sender
@@ -98,7 +98,7 @@ class RunFolder:
             return None
 
     def keep_record(self, spec: RunSpec, record: bytes) -> None:
-        """Write this revision unless a newer one is kept. A full disk is only logged."""
+        """Write this revision of the spec unless the folder has a newer one. A full disk is only logged."""
         kept = self.record()
         if kept is not None and not is_newer(spec, kept[0]):
             return
@@ -131,7 +131,7 @@ class RunFolder:
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> Kept:
-        """Read the newest snapshots, and list the undamaged ones. Raises: LocalError: their folder cannot be read."""
+        """Read the newest snapshots, and list the undamaged ones. Raises: LocalError: their folder is unreadable."""
         from shoal.peer.disk import snapshot  # imports torch: not for commands that only look
         from shoal.protocol.live.disk import LiveDisk
 

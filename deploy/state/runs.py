@@ -1,7 +1,7 @@
 """Lists, finds and removes the runs of this machine.
 
-A run is in a peer's folder (`hosts/NAME`, `runs/RUN/peer-1`, or the `--state-dir`), or in a demo's, which has the
-folders of several peers and a snapshot of the whole model.
+A run is in a peer's folder (`hosts/NAME`, `runs/RUN/peer-1`, or the `--state-dir`), or in a demo's folder, which has
+the folders of several peers and a snapshot of the whole model.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     finished: bool
     size_bytes: int
     used_s: float
-    """When a peer last wrote there, in seconds since 1970."""
+    """When a peer last wrote to the run's files, in seconds since 1970."""
     running: bool
     """True if a peer is taking part from this folder."""
     folder: str
@@ -52,13 +52,13 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def all_runs() -> list[FoundRun]:
-    """Return all runs, last used first. Raises: LocalError: the state folder cannot be read."""
+    """Return all runs of this user, the last used first. Raises: LocalError: the state folder cannot be read."""
     demos, up = (places.state_root() / "demo").glob("*"), _running()
     return _in_order([run for folder in (*peer_folders(), *demos) for run in _runs_at(folder, up)])
 
 
 def peer_folders() -> list[Path]:
-    """Return the folders of all peers of this user, those in a `--state-dir` included."""
+    """Return the folders of all peers of this user, including each `--state-dir`."""
     root = places.state_root()
     return [*sorted((root / "hosts").glob("*")), *sorted((root / "runs").glob("*/*")), *places.folders_elsewhere()]
 
@@ -92,7 +92,7 @@ def look_for(what: str, wanted: str, *, has: Callable[[Path], bool]) -> tuple[Pa
         wanted: a run's name, id or first letters of its id, or any path; empty: the last used run that has `what`. If
             other runs have it too, a warning names them.
         has: True if a folder contains such input.
-    Raises: LocalError: there is none, or `wanted` is ambiguous.
+    Raises: LocalError: no such folder is found, or `wanted` is ambiguous.
     """
     runs = all_runs()
     if not wanted:
@@ -160,7 +160,7 @@ def hosted_names(incomplete: str) -> list[str]:
 
 
 def all_names(incomplete: str) -> list[str]:
-    """Return names for shell completion, and ids of runs with a missing or ambiguous name."""
+    """Return the names of runs for shell completion; for a run with a missing or ambiguous name, its id."""
     runs = all_runs()
     names = [run.name for run in runs]
     words = {run.name if names.count(run.name) == 1 and run.name else run.run for run in runs}
@@ -237,7 +237,7 @@ def _in_order(runs: list[FoundRun]) -> list[FoundRun]:
 
 
 def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
-    """Return the runs in the folder of a peer or demo; a single one if `folder` is that of a run.
+    """Return the runs in `folder`, a peer's or demo's; if it is a run's own folder, that run alone.
 
     Args: up: (folder, run) of the peers that are up.
     """
@@ -251,7 +251,7 @@ def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
 
 
 def _running() -> set[tuple[str, str]]:
-    """Return (folder, run) of the peers that are up."""
+    """Return the set of (folder, run) of this user's peers that are up."""
     up = set()
     for note in places.all_running():
         with contextlib.suppress(InviteError):

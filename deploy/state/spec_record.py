@@ -1,7 +1,7 @@
-"""Keeps the run spec in the directory: the owner signs it, and every peer of the run stores it there.
+"""Keeps the run spec in the directory (a DHT): the owner signs the spec, and every peer of the run stores a copy.
 
-Any peer can store the owner's envelope again, so the run can be joined after its host has left. Each peer uses its own
-subkey, so overwriting one copy does not touch the others.
+Any peer can store the owner's signed record again, so the run can be joined after its host has left. Each peer uses its
+own subkey, so overwriting one copy does not touch the others.
 
 A continued run has several revisions of its spec under one name, and the newest is valid. Copies of older revisions, in
 the directory and on disks, do no harm. A peer that learns of a newer revision restarts under it.
@@ -35,7 +35,7 @@ def record_key(run: str) -> str:
 
 
 def seal_spec(identity: Identity, spec: RunSpec) -> bytes:
-    """Return the signed record of `identity`'s own run."""
+    """Return `spec` as a record that `identity`, the run's owner, has signed."""
     body = msgspec.msgpack.encode(SpecRecord(spec=encode_spec(spec)))
     return seal(identity, "record", run=run_id(spec, identity.peer_id), term=0, sequence=0, body=body)
 
@@ -74,8 +74,8 @@ Found = tuple[RunSpec, bytes]
 async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, known: Found | None = None) -> Found:
     """Find the newest spec of the invite's run, with its record.
 
-    Args: known: the spec that this peer kept. It counts only if the directory has a copy too: without one, no peer of
-    the run is in reach.
+    Args: known: the spec on this peer's disk. It counts only if the directory has a copy of some revision: without any
+    copy, no peer of the run is in reach.
     Raises: RunNotFound: no copy was found in time; the sentence says whether anything else was found.
     """
     refused = ""
@@ -94,7 +94,7 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, 
 
 
 async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | None, str]:
-    """Return the newest spec in the directory, and what was wrong with the last invalid record."""
+    """Return (the newest spec in the directory or None, the error of the last invalid record or "")."""
     found: Found | None = None
     refused = ""
     for subkey, record in sorted((await directory.get(record_key(run))).items()):
@@ -113,7 +113,7 @@ class SpecKeeper:
 
     Without the record nobody can join, so no failure of the directory may end `keep`.
 
-    Args: found: the spec with which this peer started, and its record; owner: the run's owner.
+    Args: found: the spec with which this peer started, and the spec's record; owner: the run's owner.
     """
 
     def __init__(self, directory: Directory, endpoint: Endpoint, found: Found, owner: PeerID) -> None:
@@ -128,7 +128,7 @@ class SpecKeeper:
         self._hurry.set()
 
     async def keep(self) -> None:
-        """Store and look until cancelled. Retries back off: if the key is full, it has enough copies of other peers."""
+        """Store the record and look for a newer one until cancelled. Retries back off: a full key has enough copies."""
         again_s = _ASK_AGAIN_S
         while True:
             try:

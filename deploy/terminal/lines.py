@@ -28,7 +28,7 @@ def status_lines(view: View) -> Sequence[str]:
 
 
 def step_line(view: View, step: StepDone | None = None) -> str:
-    """Return a line about a step with the run's figures. Args: step: the step; None: the view's newest."""
+    """Return a line about `step` (None: the view's newest step), with figures of the run."""
     done, loss, staleness = view.step, view.loss, view.staleness_steps_mean
     if step is not None:
         done, loss, staleness = step.step + 1, step.loss, step.staleness_mean
@@ -45,18 +45,18 @@ def step_line(view: View, step: StepDone | None = None) -> str:
 
 
 def said_rate(view: View) -> str:
-    """Return the rate in words; a dash if unknown: after the first step, or without a recent status."""
+    """Return the rate in tokens/s; a dash in place of the number after the first step or without a recent status."""
     known = view.tokens_per_s or (view.tokens_per_s is not None and view.standstill)
     return f"{view.tokens_per_s:,.0f} tokens/s" if known else "- tokens/s"
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """Return a sentence about predicted and actual speed and one about wire formats; nothing once the run is done."""
+    """Return a sentence on predicted and actual speed, and one on wire formats; no sentences once the run is done."""
     return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
 def current_risks(view: View) -> tuple[str, ...]:
-    """Return the view's risks; none once the run is done."""
+    """Return the view's risks; empty once the run is done."""
     return view.risks if view.step < view.steps else ()
 
 
@@ -66,7 +66,7 @@ def trouble(view: View) -> str:
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line for each stage with experts: each expert's share of tokens, and its present and coming copies."""
+    """Return a line for each stage with experts: each expert's share of tokens and number of copies, coming or here."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

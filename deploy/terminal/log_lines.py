@@ -24,7 +24,7 @@ class _Cause:
 class LogLines(logging.Handler):
     """A log handler that suppresses repeats.
 
-    It looks up `sys.stderr` at each line, because a live view replaces it to write above itself. Lines from one place
+    It looks up `sys.stderr` at each line, because a live view replaces this to write above itself. Lines from one place
     in the code count as one cause, whichever peer or step they name. A cause is written at most once in `REPEATS_S`,
     with the number of suppressed lines since. Control characters become `?`: a line may contain other peers' text.
 
@@ -54,7 +54,7 @@ class LogLines(logging.Handler):
             self.handleError(record)
 
     def _repeats(self, record: logging.LogRecord) -> int | None:
-        """Return how many lines of this cause were suppressed since the last one; None: suppress this one too."""
+        """Return the number of lines of this cause suppressed since the last one written; None: suppress `record`."""
         template = str(record.msg)
         words = re.sub(r"%\S*", "", template)
         text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone does not identify the cause

@@ -1,7 +1,7 @@
 """Draws a run as one panel, the same for a peer, `shoal demo` and `shoal status --watch`. Pure; rich renders it.
 
-Names of peers and reasons of plans are already free of control characters (`dashboard/feed.py`). They are drawn as text
-and never read as markup.
+Names of peers and reasons of plans have no control characters (`dashboard/feed.py` removes them); the panel draws them
+as text and never reads them as markup.
 """
 
 import itertools

@@ -17,8 +17,8 @@ _LABEL = re.compile(r"\s*(?:\S+ {2,})?")
 
 
 def say(text: str, *, err: bool = False, whole: bool = False) -> None:
-    """Print lines, wrapped at blanks on a terminal and unbroken elsewhere, without control characters, since other
-    peers' texts and file names may contain them.
+    """Print lines, wrapped at blanks on a terminal and unbroken elsewhere. Control characters, which other peers' texts
+    and file names may contain, become `?`.
 
     Args: err: print to standard error. whole: do not wrap lines, because the text is a file to copy.
     """

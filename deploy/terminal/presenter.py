@@ -1,4 +1,4 @@
-"""Shows a run on a terminal, for a peer, `shoal demo` and `shoal status --watch`, which pass their reports to it.
+"""Shows a run on a terminal, for a peer, `shoal demo` and `shoal status --watch`, which pass reports to a `Presenter`.
 
 If the terminal can be redrawn, it draws a panel twice a second. Otherwise it prints a line for each step, for each
 standstill and its end, and for each risk. Both use the same `View` as the dashboard's page.
@@ -131,7 +131,7 @@ class Presenter:
         self._tell_trouble(view)
 
     def show_once(self) -> None:
-        """Print the lines and tables of `shoal status` once."""
+        """Print the output of `shoal status` (lines and tables) once."""
         view = self.view()
         for line in status_lines(view):
             self.say(line)

@@ -56,7 +56,7 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of its tables that fits the width, else the last. Each table shows less than the one before."""
+    """Draws the first of several tables that fits the width, else the last. Each one shows less than the one before."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
@@ -118,7 +118,7 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
 
 def expert_table(view: View) -> RenderableType:
     """Return a table with a column per expert: its share of the stage's tokens, its copies, and the peers that hold (●)
-    or fetch (○) it. It shows as many of the busiest experts as there is room for."""
+    or fetch (○) it. The table shows as many of the busiest experts as fit."""
     return _Fitting([partial(_expert_table, view, most) for most in range(EXPERTS_SHOWN, 0, -1)])
 
 
