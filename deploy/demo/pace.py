@@ -26,9 +26,9 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
     """Return the seconds from a fault until the run is about as fast as before.
 
     Speed is measured by windows: the time from a step to the `WINDOW_STEPS`-th step after it. The former duration is
-    the median window among the last `BEFORE_STEPS` steps before the fault. The run has recovered at the first step after
-    the fault with a window of at most 1 / `PACE_SHARE` times the former duration; the result ends at that step. A
-    second fault meanwhile lengthens the recovery.
+    the median window among the last `BEFORE_STEPS` steps before the fault. The run has recovered at the first step
+    after the fault that starts a window of at most 1 / `PACE_SHARE` times the former duration. A second fault meanwhile
+    lengthens the recovery.
 
     Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
     Returns: seconds; None: unknown, too few steps before or after; infinite: the run has not recovered.

@@ -79,7 +79,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoStepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `--json` for one step. Steps are in order; after a return to a snapshot their numbers repeat in a new era."""
+    """A line of `--json` for one step, in order. After a return to a snapshot, numbers repeat in a later era."""
 
     step: int
     era: int
