@@ -66,8 +66,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
-    A member that the status does not list has not joined, and holds nothing. Neither a member
-    that is still fetching its state counts as a holder, nor one just started or resumed: the status may be older.
+    A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
+    does not count as a holder. Neither does a member just started or resumed: the status may be older than that.
 
     Args:
         status: the swarm's status, under the newest plan.

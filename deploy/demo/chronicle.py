@@ -82,7 +82,7 @@ class Chronicle:
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:
-        """Draw the panel and write JSON lines inside the context. Raises: LocalError: the path cannot be written."""
+        """Draw the panel and write JSON lines inside the context. Raises: LocalError: the file cannot be written."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
                 with or_say(f"cannot write {json_path}"):

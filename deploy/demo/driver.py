@@ -1,7 +1,7 @@
 """Runs a swarm of real peers on this machine and shows it while it trains (`shoal demo`).
 
 The parent process is small (no torch). It starts `shoal host` and `shoal join` as children, all at once so that their
-imports overlap, passes the host's invite to the others, and reads their reports.
+imports overlap, passes the host's invite to the other peers, and reads all reports.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
 Each member of each stage's group reports the group's commits (`report.Committed`) through a pipe that outlives the
 member. So a report is lost only if all children of one stage die at once, and the stage's state is lost with them.
-Rejected: taking the steps from the coordinator. If it is killed, the steps that it has not reported are lost; nor need
-it be our child.
+Rejected: taking the steps from the coordinator. If it is killed, the steps that it has not reported are lost;
+besides, it need not be our child.
 
 If no child of ours holds some stage, the coordinator's report (`report.StepDone`) replaces that stage's report,
 provided that the coordinator is our child.

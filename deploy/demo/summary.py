@@ -79,7 +79,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoStepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `--json` for one step, in order. After a return to a snapshot, numbers repeat in a later era."""
+    """A line of `--json` for one step. Lines are in order; after a return to a snapshot, step numbers repeat."""
 
     step: int
     era: int

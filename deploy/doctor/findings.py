@@ -1,7 +1,7 @@
 """Defines the doctor's findings as plain values, so that tests can diagnose any combination. `Problem` is a fault
 concluded from findings.
 
-In a finding None always means not examined or unknown; no fault is concluded from it.
+In a finding None always means not examined or unknown; no fault is concluded from None.
 """
 
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""Examines this machine: GPU, clock, disk, memory, network. Blocks; most checks are for Linux."""
+"""Examines this machine: GPU, clock, disk, memory, network. Its functions block; most are for Linux."""
 
 import ctypes
 import ipaddress

@@ -58,7 +58,7 @@ async def examine(
 
 
 async def examine_network(invite: Invite | None, *, listen: Sequence[str], more: Sequence[str] = ()) -> NetworkFound:
-    """Connect to the invite's addresses. If one may lead to a peer, or without an invite, start a daemon; ask peers.
+    """Try the invite's addresses. If one may lead to a peer, or there is no invite, start a daemon and ask peers.
 
     Args: listen: multiaddrs whose port is tested; more: addresses of other known peers of the run.
     """

@@ -80,7 +80,7 @@ def meanings() -> dict[str, str]:
 def set_one(name: str, text: str) -> Settings:
     """Set the setting `name` to `text` in the file; leave the rest unchanged.
 
-    Returns: the settings from now on. Raises: LocalError.
+    Returns: the settings from now on. Raises: LocalError: no such setting, or an invalid value.
     """
     table = _table_of(name)
     if table == "record":
@@ -98,7 +98,7 @@ def unset_one(name: str) -> Settings:
 
 
 def _table_of(name: str) -> str:
-    """Return the table of a setting. Raises: LocalError: there is no such setting."""
+    """Return the name of the TOML table that has the setting. Raises: LocalError: there is no such setting."""
     tables = dict.fromkeys(Limits.__struct_fields__, "limits")
     tables |= dict.fromkeys(RecordSettings.__struct_fields__, "record")
     if name not in tables:

@@ -14,7 +14,7 @@ QUIET_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One observation of the machine; None: unknown."""
+    """One observation of the machine; a value of None is unknown."""
 
     minute: int
     """Minutes since midnight, local time."""

@@ -15,7 +15,7 @@ from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees none."""
+    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch cannot see it."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("rocm") and torch.version.hip is None:
@@ -29,7 +29,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def devices_of(wanted: str) -> list[str]:
-    """Return the devices that `--device` names; "all" means every GPU. Raises: LocalError: torch misses a device."""
+    """Return the devices that `--device` names; "all" means every GPU. Raises: LocalError: torch does not see all."""
     if wanted == "all":
         found = torch.cuda.device_count()
         if not found:
@@ -61,7 +61,7 @@ def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
-    """Return the bytes of memory that a plan may use here; None: no limit is set. On a GPU, also cap torch's memory.
+    """Return the bytes of memory that a plan may use here; None: all that is free. On a GPU, also cap torch's memory.
 
     On a CPU nothing enforces the limit: the memory that a stage needs is known before a plan assigns the stage.
     """
@@ -76,7 +76,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, at most one for each whole processor that this process may use."""
+    """Return torch's default number of threads, at most the whole processors; the network has what remains."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 

@@ -1,4 +1,4 @@
-"""Observes the use of a machine: keyboard and mouse, the GPU, the processors. Blocks for up to a few seconds.
+"""Observes the use of a machine: keyboard and mouse, the GPU, the processors. Reading blocks for up to a few seconds.
 
 | what               | source                                                                                |
 |--------------------|---------------------------------------------------------------------------------------|

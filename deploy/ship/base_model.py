@@ -80,7 +80,7 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
     """Find the base model of a snapshot with adapters; None if the snapshot contains the whole model.
 
     Args: folder: the user's path of the base; None: search for it.
-    Raises: LocalError: `folder` is not this base, or the run has no adapters and needs none.
+    Raises: LocalError: `folder` is not this base, or the run has no adapters, so needs no base.
     """
     if snapshot.spec.adapter is None:
         if folder is not None:
@@ -110,7 +110,7 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
     """Return a layer of the trained model, float32 in the layout of `spec.model.whole`.
 
-    In a run with adapters it is the stored base merged with them. In a subspace model its matrices are multiplied out.
+    A run's adapters are merged into the stored base. A subspace model's factors are multiplied to full matrices.
     """
     if base is None:
         return subspace.whole_layer(spec, key, param_N)

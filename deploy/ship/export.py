@@ -65,7 +65,7 @@ def export(
     """Write the first undamaged snapshot to the new folder `out`.
 
     Args:
-        form: "hf": a whole model, with adapters merged; "peft": the adapters alone; None: whichever was trained.
+        form: "hf": a whole model, with adapters merged; "peft": only adapters; None: "peft" if the run has adapters.
         dtype: the dtype of the exported weights; training has float32.
         base: the user's path of the adapters' base model; None: search for it.
         shard_bytes: the most bytes in a file of weights; only a single larger tensor makes a larger file.

@@ -67,7 +67,7 @@ class FoundSnapshot:
 
 
 def use_first_sound(snapshots: Iterable[FoundSnapshot], use: Callable[[FoundSnapshot], Made]) -> Made:
-    """Call `use` with the first undamaged snapshot, and return its result. Raises: LocalError: none is undamaged."""
+    """Call `use` with the first undamaged snapshot, and return its result. Raises: LocalError: no snapshot is sound."""
     damaged: DamagedSnapshot | None = None
     for snapshot in snapshots:
         try:
@@ -92,7 +92,7 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Return the whole versions in these folders, newest first. If they are of several runs, take the last written run.
+    """Return the whole versions in these folders, newest first. If several runs are there, use the last written run.
 
     Raises: LocalError: no version is whole.
     """

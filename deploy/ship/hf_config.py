@@ -251,8 +251,8 @@ _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def _rope_written(model: ModelSpec) -> dict[str, Any]:
-    """Return the RoPE fields of all versions of `transformers`: `rope_theta` and `rope_scaling` for those before 5,
-    `rope_parameters` for later ones."""
+    """Return the RoPE fields of all versions of `transformers`: `rope_theta` and `rope_scaling` for versions before
+    5, `rope_parameters` for later versions."""
     scaling, window_theta = model.decoder.rope, model.decoder.window_rope_theta
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling is not None:

@@ -2,7 +2,8 @@
 
 Each visit has a folder, and its network daemon has sockets in the system's temporary folder. On SIGTERM or a closed
 terminal the command stops the daemon and removes the sockets. If the command was killed, the next shoal command of this
-user removes the sockets: it finds their names in the visit's folder, whose lock is free once the visit is over.
+user removes the sockets: it finds their names in the visit's folder. A free lock on this folder means that the visit
+is over.
 """
 
 import asyncio
@@ -53,7 +54,7 @@ async def connecting(
 ) -> AsyncIterator[tuple[Endpoint, "LiveTransport", list[PeerID]]]:
     """Connect a throwaway identity, with a certificate from the invite, to a run's network inside the context.
 
-    Args: owner: the run's owner, if that is the visitor; an expired invite works, too, for the owner.
+    Args: owner: the run's owner, if the visitor is the owner; the owner may use an expired invite.
     Yields: (endpoint, transport, the peers that the invite names or that this machine has met).
     """
     # Importing hivemind takes a second; only visits need it.
@@ -127,7 +128,7 @@ def _introduce(invite: Invite, me: PeerID) -> None:
 
 
 async def sweep() -> None:
-    """Stop killed visitors' daemons and remove their sockets. A killed peer does the same at its next start."""
+    """Stop killed visitors' daemons and remove their sockets. A killed peer removes its own at its next start."""
     from shoal.protocol.live import leftovers
 
     for folder in sorted(_visits().glob(f"{_PREFIX}-*")):

@@ -147,7 +147,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
 
 def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[str]) -> Beginning:
-    """Return a new beginning for the run: the newest whole snapshot of `era` on reachable disks. Raises: LocalError."""
+    """Return the newest snapshot of `era` that is whole on reachable disks. Raises: LocalError: none is whole."""
     catalog = CheckpointCatalog.of((each.peer, each.standing.holdings) for each in found)
     whole = [version for of_era, version in catalog.parts if of_era == era and catalog.covers((era, version), layers)]
     if not whole:

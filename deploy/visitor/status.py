@@ -39,7 +39,8 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """Yield a function that asks for the status. Its calls share a connection and first try the last answerer."""
+    """Yield a function that asks for the status. Its calls share one connection to the run's network, and first ask the
+    peer that answered last."""
     async with connecting(invite) as (endpoint, transport, peers):
         connected = await transport.connected()
         peers.sort(key=lambda peer: peer not in connected)
@@ -77,7 +78,7 @@ def show(status: SwarmStatus, console: Console) -> None:
 
 
 async def watch(invite: Invite, console: Console, *, as_json: bool) -> None:
-    """Ask and show until Ctrl-C. Raises: LocalError: the first request gets no answer."""
+    """Ask for the status and show it until Ctrl-C. Raises: LocalError: the first request gets no answer."""
     async with asking(invite) as ask:
         await Watch(await ask(), console, as_json=as_json).run(ask)
 

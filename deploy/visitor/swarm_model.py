@@ -43,7 +43,7 @@ _KEEP_S: Final = 5.0
 
 
 class VersionGone(LocalError):
-    """The swarm answered with two versions of the model: after a repartition of the layers the first is gone."""
+    """The swarm answered with two versions of the model: the first is gone, as layers were repartitioned."""
 
 
 class _Anew(Exception):
@@ -51,7 +51,7 @@ class _Anew(Exception):
 
 
 class SwarmModel:
-    """The model of one run. Args: peers: any members of the run; each request tries one after another."""
+    """The model of one run. Args: peers: any members of the run; a request goes to each in turn until one answers."""
 
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
@@ -65,7 +65,7 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (log-likelihoods of the targets in nats, float32 [B, T]; True where a target is likeliest, [B, T]).
+        """Return (log-likelihoods of the targets in nats, float32 [B, T]; True if the target is likeliest, [B, T]).
 
         Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
         Raises: LocalError: no peer answers; the sentence has the last reason.
@@ -282,7 +282,7 @@ async def through_swarm(
     """Run `work` in a thread with the run's model.
 
     Args: keeps_version: use a single version of the model; if the swarm loses it, restart `work` with the newest.
-    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Also errors of `work`.
+    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Errors of `work` pass.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES
