@@ -110,7 +110,7 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
     """Return a layer of the trained model, float32 in the layout of `spec.model.whole`.
 
-    A run's adapters are merged into the stored base. A subspace model's factors are multiplied to full matrices.
+    Adapters are merged into the stored base. A subspace model's embedding and projections are multiplied by its basis.
     """
     if base is None:
         return subspace.whole_layer(spec, key, param_N)
