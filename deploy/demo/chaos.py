@@ -49,9 +49,9 @@ class Act:
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
-    """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension
-    half-way between the first and second, or the second and third kill. The first or second kill is that of
-    the coordinator."""
+    """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension,
+    half-way between the first and second kill or between the second and third. The first or second kill hits the
+    coordinator."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0
@@ -67,7 +67,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
     A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
-    is no other holder; nor is one that was just started or resumed, since the status may describe the time before.
+    does not count as a holder. Neither does a member just started or resumed: the status may be older than that.
 
     Args:
         status: the swarm's status, under the newest plan.
@@ -103,8 +103,8 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
 
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
-    """Return (a holder of the busiest expert, the expert); the run can lose this holder, and it is the coordinator only
-    if no other one is left. None: loads are unknown, or there is no such holder.
+    """Return (member to kill, the busiest expert): a holder of this expert that the run can lose, the coordinator only
+    if there is no other. None: loads are unknown, or there is no such holder.
 
     Args: status: the swarm's status, under the newest plan; now_s: the present time in `time.monotonic()`.
     """
@@ -138,7 +138,7 @@ class Chaos:
         """Set when no further faults will come."""
 
     async def run(self) -> None:
-        """Carry out the schedule until it is over or cancelled; then resume suspended peers."""
+        """Carry out the schedule until `until_s` or cancellation; then resume suspended peers."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()  # a fault that waits for a victim delays the later ones, too
         try:
@@ -172,7 +172,7 @@ class Chaos:
         self._chronicle.take_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[CrewMember, SwarmStatus]:
-        """Wait until the run can lose a peer that suits `act`. Return it, and the status from which it was chosen."""
+        """Wait until the run can lose a peer that suits `act`. Return this peer and the status used."""
         while True:
             status = self._chronicle.status
             if status is not None:
@@ -199,7 +199,7 @@ class Chaos:
 
 
 async def kill_a_holder(crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
-    """Kill one holder of the busiest expert, without a new peer in its place. Args: is_time: True from half-time on."""
+    """Kill one holder of the busiest expert, and start no new peer. Args: is_time: returns True from half-time on."""
     while True:
         status = chronicle.status if is_time() else None
         found = victim(crew, status, now_s=time.monotonic()) if status is not None else None

@@ -1,4 +1,4 @@
-"""Shows a demo's events, on the terminal and in `--json`, from the reports of its children; makes the summary."""
+"""Shows a demo's events, which its children report, on the terminal and in `--json`; makes the summary."""
 
 import contextlib
 import statistics
@@ -82,7 +82,7 @@ class Chronicle:
 
     @contextlib.contextmanager
     def kept(self, json_path: Path | None) -> Iterator[None]:
-        """Draw the panel and write JSON lines inside the context. Raises: LocalError: the path cannot be written."""
+        """Draw the panel and write JSON lines inside the context. Raises: LocalError: the file cannot be written."""
         with contextlib.ExitStack() as stack:
             if json_path is not None:
                 with or_say(f"cannot write {json_path}"):
@@ -93,8 +93,8 @@ class Chronicle:
 
     @property
     def status(self) -> SwarmStatus | None:
-        """The swarm's status, to choose a victim; None if it is too old, if a peer already obeys a newer plan, or if
-        the plan is so new that a second one may follow."""
+        """The swarm's status, to choose a victim; None if the status is too old, if a peer already obeys a newer plan,
+        or if the plan is so new that another plan may soon replace it."""
         status, plan, now_s = self._status, self._plan, time.monotonic()
         if status is None or now_s >= self._status_at_s + _STATUS_FRESH_S or now_s < self._plan_at_s + _PLAN_SETTLED_S:
             return None
@@ -160,7 +160,7 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Report the steps that are complete or overdue; with `flush` also the incomplete ones."""
+        """Report the steps that are complete or overdue; with `flush` also the incomplete steps."""
         for at_s, step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(at_s, step)
 
@@ -218,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Take a plan. Every peer reports every plan, and a returning peer starts with an old one."""
+        """Take a plan unless it is old: every peer reports every plan, and a returning peer first an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):
@@ -232,7 +232,7 @@ class Chronicle:
         self._presenter.say(f"plan {plan.sequence}: {plan.reason}")
 
     def _take_status(self, status: SwarmStatus, now_s: float) -> None:
-        """Take a coordinator's status. Ignore that of an older plan: a suspended former coordinator has sent it."""
+        """Take a coordinator's status. Ignore the status of an older plan: a suspended former coordinator sent it."""
         before, order = self._status, (status.term, status.plan_sequence)
         if before is None or order >= (before.term, before.plan_sequence):
             self.record.see(status)

@@ -21,7 +21,7 @@ from shoal.protocol.live import leftovers
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class CrewMember:
-    """One process of the crew. A restarted peer is another member with the same name and folder."""
+    """One process of the crew. A restarted peer is a second member with the name and folder of the first."""
 
     child: Child
     peer: PeerID | None = None
@@ -98,7 +98,7 @@ class Crew:
         return next(member for member in reversed(self.members) if member.child is child)
 
     async def start(self, name: str = "") -> CrewMember:
-        """Start a new peer, or restart `name` in its folder. The first one hosts; the others wait for an invite."""
+        """Start a new peer, or restart `name` in its folder. The first peer hosts; later peers wait for an invite."""
         hosts = not self.members
         name = name or f"peer-{next(self._numbers)}"
         common = ["--name", name, "--state-dir", str(self.peers_folder / name), "--listen", "127.0.0.1:0"]
@@ -155,7 +155,7 @@ class Crew:
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Let the host make an invite without a limit of seats: in the default one a killed peer's seat stays taken."""
+        """Let the host make an invite for any number of peers: a killed peer still counts against the default limit."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key
@@ -170,7 +170,7 @@ class Crew:
                 member.obeys = True
 
     def _current_invite(self) -> str:
-        """Return an invite that names living members, the oldest first; the host's own while no member has joined."""
+        """Return an invite that names living members, oldest first; the host's invite while no member has joined."""
         invites = [parse_invite(member.invite) for member in self.alive if member.invite and not member.suspended]
         if not invites:
             return self.invite

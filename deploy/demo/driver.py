@@ -1,7 +1,7 @@
 """Runs a swarm of real peers on this machine and shows it while it trains (`shoal demo`).
 
 The parent process is small (no torch). It starts `shoal host` and `shoal join` as children, all at once so that their
-imports overlap, passes the host's invite to the others, and reads their reports.
+imports overlap, passes the host's invite to the other peers, and reads all reports.
 """
 
 import asyncio
@@ -153,7 +153,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults from the first step on; the last one comes early enough for a recovery before the demo ends."""
+        """Cause faults from the first step on; the last fault leaves time for a recovery before the demo ends."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return
@@ -176,7 +176,7 @@ class Demo:
         return 2 * record.steps_seen >= self._options.spec.training.steps
 
     async def _end(self) -> None:
-        """Wait until all children have left: by themselves if the run is done, else because they are asked to."""
+        """Wait until all children have left. If the run is done, they leave by themselves; else ask them to leave."""
         self._chronicle.doing("leaving")
         # Ask also peers that have not joined, or that were started or resumed in the last 15 s: they would look for a
         # run that has ended.
@@ -192,7 +192,7 @@ class Demo:
         self._chronicle.tell_steps(flush=True)
 
     async def _sample(self) -> tuple[str, str]:
-        """Return (path of the whole model's snapshot, a generated text); both empty if there is no sample."""
+        """Return (path of the whole model's snapshot, a text that the model generated); ("", "") if there is none."""
         folders = sorted(str(path) for path in self._crew.peers_folder.glob("*/*/snapshots/*"))
         if not folders or self.interrupted:
             return "", ""

@@ -33,7 +33,7 @@ class ExpertBook:
         self._places: _Places = {}
 
     def see(self, status: SwarmStatus) -> bool:
-        """Take a status that names all peers of its plan. Returns: True if the placement has changed."""
+        """Take a status that names all peers of its plan. Returns: True if the experts' placement has changed."""
         experts = expert_views(status)
         places = {
             (expert.stage, expert.expert): frozenset(status.peers[at].peer for at in (*expert.holders, *expert.coming))

@@ -17,21 +17,21 @@ def gaps_s(times_s: Sequence[float]) -> list[float]:
 
 
 def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> float:
-    """Return the longest time between two steps. Args: end_s: the end of an unfinished run, counted as a step."""
+    """Return the longest time between two steps. Args: end_s: the end of an unfinished run, which counts as a step."""
     times = [*times_s, end_s] if end_s is not None and times_s else times_s
     return max(gaps_s(times), default=0.0)
 
 
 def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
-    """Return the seconds from a fault until the steps have their former pace again.
+    """Return the seconds from a fault until the run is about as fast as before.
 
-    A window is `WINDOW_STEPS` consecutive steps. The former duration is the median of the windows among the last
-    `BEFORE_STEPS` steps before the fault. The pace is back at the first step after the fault whose window takes at most
-    1 / `PACE_SHARE` times the former duration; this window is not part of the result. A second fault meanwhile
+    Speed is measured by windows: the time from a step to the `WINDOW_STEPS`-th step after it. The former duration is
+    the median window among the last `BEFORE_STEPS` steps before the fault. The run has recovered at the first step
+    after the fault that starts a window of at most 1 / `PACE_SHARE` times the former duration. A second fault meanwhile
     lengthens the recovery.
 
     Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
-    Returns: seconds; None: unknown, too few steps before or after; infinite: the pace has not come back.
+    Returns: seconds; None: unknown, too few steps before or after; infinite: the run has not recovered.
     """
     before = [at_s for at_s in times_s if at_s <= fault_s][-BEFORE_STEPS:]
     after = [at_s for at_s in times_s if at_s > fault_s]
@@ -45,11 +45,11 @@ def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
-    """Return the work lost to a fault, in seconds: the time until the pace is back, minus the former duration of the
-    steps that were done meanwhile.
+    """Return the work lost to a fault, in seconds: the time until the run has recovered (`recovery_s`), minus the time
+    that the steps of this period would have taken before the fault.
 
     Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
-    Returns: seconds, >= 0; None: unknown; infinite: the pace has not come back.
+    Returns: seconds, >= 0; None: unknown; infinite: the run has not recovered.
     """
     gone_s = recovery_s(times_s, fault_s)
     if gone_s is None or gone_s == float("inf"):
@@ -61,5 +61,5 @@ def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def _windows_s(times_s: Sequence[float]) -> list[float]:
-    """Return the duration of the window that each step starts."""
+    """Return the seconds from each step to the `WINDOW_STEPS`-th step after it."""
     return [end_s - begin_s for begin_s, end_s in zip(times_s, times_s[WINDOW_STEPS:], strict=False)]

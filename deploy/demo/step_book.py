@@ -2,11 +2,11 @@
 
 Each member of each stage's group reports the group's commits (`report.Committed`) through a pipe that outlives the
 member. So a report is lost only if all children of one stage die at once, and the stage's state is lost with them.
-Rejected: taking the steps from the coordinator. Steps that it has not reported are lost if it is killed, and it may not
-be our child.
+Rejected: taking the steps from the coordinator. If it is killed, the steps that it has not reported are lost;
+besides, it need not be our child.
 
-If no child of ours holds some stage, the coordinator's report (`report.StepDone`) replaces that stage's, provided that
-the coordinator is our child.
+If no child of ours holds some stage, the coordinator's report (`report.StepDone`) replaces that stage's report,
+provided that the coordinator is our child.
 """
 
 from dataclasses import dataclass, field
@@ -51,14 +51,14 @@ class StepBook:
         self.dissenting = 0
 
     def obey(self, era: int, *, begins: int, num_stages: int) -> None:
-        """Note the era of a plan. A child reports a plan before it commits steps under this plan.
+        """Record the era of a plan. A child reports a plan before it commits steps under this plan.
 
         Args: begins: the era's first step.
         """
         self._eras[era] = begins, num_stages
 
     def commit(self, report: CommitReport, now_s: float) -> None:
-        """Take a commit. All members of a group report it; the first report counts."""
+        """Take the report of a commit. All members of a group report each commit; the first report counts."""
         key = report.era, report.step
         if (key, report.stage) in self._heard:
             return
@@ -87,10 +87,10 @@ class StepBook:
                 entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
-        """Return (time of its last report, step) for each step that is complete or overdue, in order. If a stage's
-        report is missing, the coordinator's report of the step is used.
+        """Return (time of the last report, step) for each complete or overdue step, in order. If a stage's report is
+        missing, use the coordinator's report of the step.
 
-        Args: flush: also return steps that only have a loss or the coordinator's report: no more reports will come.
+        Args: flush: also return steps with only a loss or the coordinator's report, as no more reports will come.
         """
         steps = []
         for key in sorted(self._open):
@@ -111,13 +111,13 @@ class StepBook:
         return self._eras.get(key[0], (0, 0))[1]
 
     def _follows(self, key: _Key) -> bool:
-        """True if the step comes next after the newest released one, in the same era or as the first of a later era."""
+        """True if the step follows the newest released step, in the same era or as the first step of a later era."""
         era, step = self._newest
         begins, _ = self._eras.get(key[0], (0, 0))
         return key[1] == step + 1 and (key[0] == era or (key[0] > era and key[1] == begins))
 
     def _is_passed(self, key: _Key, entry: _Open) -> bool:
-        """True if the stages whose reports are missing must have committed the step."""
+        """True if every stage has committed the step by now, even those that have not reported it."""
         missing = (stage for stage in range(self._stages_of(key)) if stage not in entry.reports)
         led = (key[0], key[1] + self._lead_steps) <= max(self._reached.values())
         return led or all(key < self._reached.get(stage, key) for stage in missing)

@@ -79,7 +79,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoStepLine(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of `--json` for one step, in order. After a return to a snapshot, step numbers repeat in a later era."""
+    """A line of `--json` for one step. Lines are in order; after a return to a snapshot, step numbers repeat."""
 
     step: int
     era: int
@@ -151,14 +151,14 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Take a status. It names only the newest step, but comes even while no child of ours holds some stage."""
+        """Take a status: it names only the newest step, but arrives even if no child of ours holds some stage."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:
             self.val_loss = status.validation_loss
 
     def stall_s_max(self, end_s: float) -> float:
-        """Return the longest time between two steps; in an unfinished run, also from the last one to `end_s`."""
+        """Return the longest time between two steps; in an unfinished run, also from the last step to `end_s`."""
         return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
 
     def chaos(self) -> ChaosFigures:
@@ -188,7 +188,7 @@ Line = tuple[str, str]
 
 
 def summary_lines(summary: DemoSummary, *, unit: str) -> list[Line]:
-    """Return (label, text) lines; a line without a label is plain text. Args: unit: of a loss: byte or token."""
+    """Return (label, text) lines; a line without a label is plain text. Args: unit: loss is per byte or token."""
     tokens = f"{summary.tokens_per_s:,.0f} tokens/s"
     losses = f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a {unit}, val {_loss(summary.val_loss)}"
     lines = [

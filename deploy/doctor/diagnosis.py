@@ -1,4 +1,4 @@
-"""Turns findings into sentences: the side at fault, and the remedy. Pure, so that every diagnosis has a test.
+"""Turns findings into sentences that name the side at fault and the remedy. Pure, so that every diagnosis has a test.
 
 `diagnose` checks the machine, then the network from this machine outwards, then the run. If a fault explains others,
 only this fault is reported: a machine without a network is not told that the host is down.
@@ -36,7 +36,7 @@ DISK_BYTES_MIN = 64 * 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Diagnosis:
-    """`problems` in the order in which to solve them, fatal ones first; `fine` lists what is in order."""
+    """The result: `problems` in the order in which to solve them, fatal ones first; `fine`: checks that passed."""
 
     problems: tuple[Problem, ...]
     fine: tuple[str, ...]
@@ -71,7 +71,7 @@ def _machine_problems(machine: MachineFound, *, wants_cuda: bool) -> Iterator[Pr
 
 
 def _gpu_problems(gpu: GpuFound, wants_cuda: bool) -> Iterator[Problem]:
-    """Check in this order: device on the bus, driver, torch's build, torch's error. Yield only the first fault."""
+    """Check, in this order, the bus, the driver, torch's build and torch's error. Yield only the first fault."""
     if gpu.torch_version == "":
         yield Problem(
             code="torch-broken",
@@ -170,7 +170,7 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
 
 
 def _nobody_answers(network: NetworkFound) -> Problem:
-    """Return why no address of the invite leads to a peer; of several reasons the one that is nearest to success."""
+    """Return why no address of the invite leads to a peer; if the reasons differ, the one nearest to success."""
     by_dial = {dial: [address for address in network.addresses if address.dial is dial] for dial in Dial}
     if answering := by_dial[Dial.ANSWERS]:
         return Problem(
@@ -357,10 +357,10 @@ def members_of(status: SwarmStatus) -> set[PeerID]:
 
 
 def split_of(statuses: Sequence[SwarmStatus]) -> Problem | None:
-    """Return a problem if two of these statuses of one run have no member in common.
+    """Return a problem if two of these statuses, all of one run, have different coordinators and share no member.
 
-    This happens when members come by invites of peers that do not know each other, or when the two sides of a network
-    partition do not notice its end. `split_watch.py` looks for it.
+    Such a split arises when members come by invites of peers that do not know each other, or when the two sides of a
+    network partition do not notice its end. `split_watch.py` calls this function.
     """
     told = [status for status in statuses if status.peers]
     for one, other in itertools.combinations(told, 2):
@@ -415,7 +415,7 @@ _SIDES = {"you": "on this machine", "host": "at the host's", "nobody": "in betwe
 
 
 def lines(diagnosis: Diagnosis) -> list[str]:
-    """Return the diagnosis for a person: problems, then what is in order."""
+    """Return the diagnosis as lines for a person: problems, then the checks that passed."""
     told = [line for problem in diagnosis.problems for line in problem_lines(problem)]
     told += [f"ok       {line}" for line in diagnosis.fine]
     if not diagnosis.problems:
@@ -429,7 +429,7 @@ def problem_lines(problem: Problem) -> list[str]:
 
 
 def as_json(diagnosis: Diagnosis) -> dict[str, Any]:
-    """Return the diagnosis for scripts. `main` is the code of the first fatal problem, or null."""
+    """Return the diagnosis for scripts. `main` is the code of the first fatal problem; null if there is none."""
     return {
         "main": diagnosis.main.code if diagnosis.main else None,
         "problems": [msgspec.to_builtins(problem) for problem in diagnosis.problems],

@@ -1,7 +1,7 @@
-"""The doctor's findings: plain values, so that tests can diagnose any combination. `Problem` is a fault concluded from
-them.
+"""Defines the doctor's findings as plain values, so that tests can diagnose any combination. `Problem` is a fault
+concluded from findings.
 
-In a finding None always means not examined or unknown; no fault is concluded from it.
+In a finding None always means not examined or unknown; no fault is concluded from None.
 """
 
 from dataclasses import dataclass, field
@@ -43,7 +43,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """A peer of the invite that a dial has not ruled out, and its answers."""
+    """A peer of the invite that may be up, as far as TCP connections show, and its answers."""
 
     peer: PeerID
     protocol_version: int | None = None

@@ -1,4 +1,4 @@
-"""Asks the run's peers, before a machine joins, whether they let it in: a refusal names a reason for its user."""
+"""Asks the run's peers, before this machine joins, whether they admit it: a refusal has a reason to show the user."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ _ASKED_MAX = 8
 
 
 async def why_refused(transport: LiveTransport, identity: Identity) -> str:
-    """Return why the connected peers refuse this machine; empty if one of them accepts it or none answers."""
+    """Return why the connected peers refuse this machine; empty if a peer accepts this machine, or no peer answers."""
     peers = sorted(await transport.connected())[:_ASKED_MAX]
     answers: Sequence[msgspec.Struct | None] = await asyncio.gather(
         *(_knock(transport, identity, peer, number) for number, peer in enumerate(peers))

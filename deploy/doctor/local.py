@@ -1,4 +1,4 @@
-"""Examines this machine: GPU, clock, disk, memory, network. Blocks; most checks are for Linux."""
+"""Examines this machine: GPU, clock, disk, memory, network. Its functions block; most are for Linux."""
 
 import ctypes
 import ipaddress
@@ -58,7 +58,7 @@ def gpu(root: Path = Path("/")) -> GpuFound:
 
 
 def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
-    """Return (True if an NVIDIA GPU is on the bus, the version of the loaded driver or ""); each None if unknown."""
+    """Return (True if an NVIDIA GPU is on the bus, the loaded driver's version or ""); a value is None if unknown."""
     driver = root / "proc/driver/nvidia/version"
     try:
         text = driver.read_text()
@@ -81,7 +81,7 @@ def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
 
 
 def disk(folder: Path) -> tuple[int | None, str]:
-    """Return (free bytes on the disk of `folder`, which need not exist; why it cannot be written, or "")."""
+    """Return (free bytes, write error or "") of the disk that holds `folder`; the folder may be missing."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent

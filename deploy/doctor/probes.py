@@ -45,7 +45,7 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 async def examine(
     invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
 ) -> Findings:
-    """Examine machine and network in parallel: importing torch takes as long as the timeout of a dead address.
+    """Examine machine and network in parallel, since both are slow: importing torch, and waiting for a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.
@@ -58,7 +58,7 @@ async def examine(
 
 
 async def examine_network(invite: Invite | None, *, listen: Sequence[str], more: Sequence[str] = ()) -> NetworkFound:
-    """Dial the invite's addresses; if one may lead to a peer, or there is no invite, start a daemon and ask on.
+    """Try the invite's addresses. If one may lead to a peer, or there is no invite, start a daemon and ask peers.
 
     Args: listen: multiaddrs whose port is tested; more: addresses of other known peers of the run.
     """
@@ -81,7 +81,7 @@ async def examine_network(invite: Invite | None, *, listen: Sequence[str], more:
 async def _ask_around(
     found: NetworkFound, invite: Invite | None, listen: Sequence[str], more: Sequence[str]
 ) -> NetworkFound:
-    """Start a network daemon and ask the invite's peers; if they are in the run, ask also for statuses and the spec."""
+    """Start a network daemon and question the invite's peers; if any is in the run, also get statuses and the spec."""
     run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
     async with contextlib.AsyncExitStack() as stack:
         folder = await stack.enter_async_context(visiting())
@@ -125,7 +125,7 @@ async def _ask_around(
 
 
 async def _peer(transport: LiveTransport, peer: PeerID, addresses: Sequence[str], port: int) -> PeerFound:
-    """Ask a peer about itself and its time, which must be answered at once; then ask whether it can connect to us."""
+    """Ask a peer for its version, run and time, with a short timeout; then ask whether the peer can connect to us."""
     asking = partial(ask_about, transport.daemon, peer, me=transport.peer_id, run=transport.run)
     reached = False
     try:
@@ -169,7 +169,7 @@ async def _has_record(directory: LiveDirectory, invite: Invite) -> bool:
 
 
 async def dial(host: str, port: int) -> Dial:
-    """Connect and hang up. The name is resolved first, to tell a silent DNS from a silent peer."""
+    """Open a TCP connection and close it. Resolve the name first, to tell a silent DNS server from a silent peer."""
     try:
         async with asyncio.timeout(_DIAL_S):
             await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -197,7 +197,7 @@ def of_error(error: OSError) -> Dial:
 
 
 def host_and_port(address: str) -> tuple[str, int]:
-    """Return the host and port at the start of a multiaddr; ("", 0) if it has none or leads over a relay."""
+    """Return the host and port at the start of a multiaddr; ("", 0) if the address has none or leads over a relay."""
     match = _PLACE.match(address)
     if match is None or "/p2p-circuit" in address or not 0 < int(match[2]) <= 65535:
         return "", 0

@@ -1,4 +1,4 @@
-"""Looks for a second swarm that trains the run of this peer and does not know this one.
+"""Looks for a second swarm that trains this peer's run, and that this peer's swarm does not know.
 
 Once a minute each peer asks some known peers that are not in its swarm for their status.
 """
@@ -29,7 +29,7 @@ class SplitWatch:
     """Looks for a second swarm of the run.
 
     Args:
-        endpoint: this peer's.
+        endpoint: this peer's endpoint.
         around: the transport that knows other peers and introduces them.
         own_status: asks this peer's own swarm for its status.
         say: prints a sentence; called once for each split.
@@ -72,7 +72,7 @@ class SplitWatch:
         return split_of(statuses)
 
     async def _strangers(self, ours: set[PeerID]) -> list[PeerID]:
-        """Return a few peers outside our swarm: connected ones first; of the others, the next ones in turn."""
+        """Return a few peers outside our swarm: connected peers first, then unconnected ones, others at each call."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
         strange = [peer for peer in strange if peer not in ours and peer != self._endpoint.peer_id]

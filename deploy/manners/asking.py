@@ -1,4 +1,4 @@
-"""Asks the owner, at the first `shoal join` on a machine, what a run may use; keeps the answers as settings."""
+"""Asks the owner, at the first `shoal join` on a machine, what a run may use of it; keeps the answers as settings."""
 
 import sys
 from collections.abc import Callable

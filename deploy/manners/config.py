@@ -66,7 +66,7 @@ def as_toml(settings: Settings) -> str:
 
 @cache
 def meanings() -> dict[str, str]:
-    """Setting -> its docstring."""
+    """Return a dict from each setting's name to its docstring."""
     found = {}
     for module, owner in ((limits_module, Limits), (sys.modules[__name__], RecordSettings)):
         tree = ast.parse(inspect.getsource(module))
@@ -78,9 +78,9 @@ def meanings() -> dict[str, str]:
 
 
 def set_one(name: str, text: str) -> Settings:
-    """Set `name` to `text` in the file; leave the rest unchanged.
+    """Set the setting `name` to `text` in the file; leave the rest unchanged.
 
-    Returns: the settings from now on. Raises: LocalError.
+    Returns: the settings from now on. Raises: LocalError: no such setting, or an invalid value.
     """
     table = _table_of(name)
     if table == "record":
@@ -98,7 +98,7 @@ def unset_one(name: str) -> Settings:
 
 
 def _table_of(name: str) -> str:
-    """Return the table of a setting. Raises: LocalError: there is no such setting."""
+    """Return the name of the TOML table that has the setting. Raises: LocalError: there is no such setting."""
     tables = dict.fromkeys(Limits.__struct_fields__, "limits")
     tables |= dict.fromkeys(RecordSettings.__struct_fields__, "record")
     if name not in tables:
@@ -149,7 +149,7 @@ def _decode(text: str) -> Settings:
 
 
 def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
-    """Replace the line that sets `name` by `line`, or remove it if `line` is None."""
+    """Replace the line that sets `name` by `line`; if `line` is None, remove the old line."""
     lines, new = text.splitlines(), [] if line is None else [line]
     begin = next((i for i, old in enumerate(lines) if re.match(rf"\s*\[\s*{table}\s*\]", old)), None)
     if begin is None and line is None:
@@ -164,5 +164,5 @@ def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
 
 
 def _toml(value: Any) -> str:
-    """Return a number, truth value or text in TOML, which writes these three as JSON does."""
+    """Return a number, truth value or text in TOML. JSON writes these three types in the same way."""
     return msgspec.json.encode(value).decode()

@@ -1,7 +1,7 @@
 """Decides whether a peer may compute now, and why not. Pure.
 
-A peer pauses while there is any reason to: the owner's request, the time of day, somebody at the machine. Each reason
-ends separately. A value that the machine does not report is no reason to pause; the owner is told of it once.
+A peer pauses while there is any reason: the owner's request, the time of day, somebody at the machine. Each reason
+ends separately. A value that the machine does not report is no reason to pause; the owner is told once.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ QUIET_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """One observation of the machine; None: unknown."""
+    """One observation of the machine; a value of None is unknown."""
 
     minute: int
     """Minutes since midnight, local time."""
@@ -26,7 +26,7 @@ class Seen:
 
 @dataclass(kw_only=True, slots=True)
 class Manners:
-    """Combines the reasons to pause. Of `limits` it uses only `hours`, `only_when_idle` and `idle_minutes`."""
+    """Combines the reasons to pause. Uses only `hours`, `only_when_idle` and `idle_minutes` of `limits`."""
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class Manners:
             self._busy_until_s = now_s + QUIET_S
 
     def reasons(self, *, now_s: float) -> tuple[str, ...]:
-        """Return the reasons not to compute now; empty: it may compute."""
+        """Return the reasons not to compute now; empty: the peer may compute."""
         found = list(self.asked.values())
         limits, seen = self.limits, self._seen
         if seen is None:
@@ -64,7 +64,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """Sentences about limits that cannot be kept because this machine does not report the necessary values."""
+        """Sentences for the owner about limits that cannot be kept, as the machine does not report what they need."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

@@ -1,4 +1,4 @@
-"""Picks the device, and enforces limits on it: its memory, and the priority of its thread."""
+"""Picks the device, and enforces the limits on its memory and on the priority of the computing thread."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from shoal.protocol.errors import LocalError
 
 
 def pick_device(wanted: str) -> torch.device:
-    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch sees none."""
+    """Parse `auto`, `cpu`, `mps`, `cuda`, `rocm` or `xpu`, some with `:N`. Raises: LocalError: torch cannot see it."""
     if wanted == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     if wanted.startswith("rocm") and torch.version.hip is None:
@@ -29,7 +29,7 @@ def pick_device(wanted: str) -> torch.device:
 
 
 def devices_of(wanted: str) -> list[str]:
-    """Return the devices that `--device` names, with "all" every GPU. Raises: LocalError: torch does not see one."""
+    """Return the devices that `--device` names; "all" means every GPU. Raises: LocalError: torch does not see all."""
     if wanted == "all":
         found = torch.cuda.device_count()
         if not found:
@@ -42,7 +42,7 @@ def devices_of(wanted: str) -> list[str]:
 
 
 def untested(device: torch.device) -> str:
-    """Return a warning if nobody has run shoal on this kind of device yet; empty if it is tested."""
+    """Return a warning if nobody has run shoal on this kind of device yet; empty if the kind is tested."""
     kind = "rocm" if device.type == "cuda" and torch.version.hip is not None else device.type
     if kind in ("cpu", "cuda"):
         return ""
@@ -61,7 +61,7 @@ def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
 
 
 def memory_claim(limits: Limits, device: torch.device) -> int | None:
-    """Return the bytes of memory that a plan may use here; None: whatever is free. On a GPU, also cap torch's memory.
+    """Return the bytes of memory that a plan may use here; None: all that is free. On a GPU, also cap torch's memory.
 
     On a CPU nothing enforces the limit: the memory that a stage needs is known before a plan assigns the stage.
     """
@@ -76,7 +76,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, at most the number of whole processors; the network has the rest."""
+    """Return torch's default number of threads, at most the whole processors; the network has what remains."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 
@@ -86,14 +86,14 @@ def take_own_threads() -> None:
 
 
 def spare_threads() -> int:
-    """Return the number of torch's threads for a volunteer: with more than two processors, the user keeps one."""
+    """Return the number of torch's threads for a volunteer: if there are more than two processors, leave one free."""
     cores = int(processors())
     return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 
 
 def stand_back(limits: Limits) -> None:
-    """Lower the priority of the calling thread and of threads that it starts. On systems other than Linux do nothing:
-    there the priority belongs to the whole process, and the network would slow down too."""
+    """Lower the priority of the calling thread and of threads that it starts. Only on Linux: elsewhere
+    the priority belongs to the whole process, and the network would slow down too."""
     if limits.nice and sys.platform == "linux":
         thread = threading.get_native_id()
         # A process started with `nice` may already have a lower priority, and only root may raise it.

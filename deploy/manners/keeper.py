@@ -66,7 +66,7 @@ class Keeper:
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why the peer does not compute now; empty: it may."""
+        """The reasons why the peer does not compute now; empty: it may."""
         return self._manners.reasons(now_s=asyncio.get_running_loop().time())
 
     def report(self) -> report.LimitsNow:
@@ -85,7 +85,7 @@ class Keeper:
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
 
     def start(self) -> None:
-        """Start observing. A pause of an earlier process still holds."""
+        """Start to observe the machine. If the owner paused the peer before a restart, it stays paused."""
         if self._kept is not None and self._kept.exists():
             self._manners.ask(_OWNER, _OWNERS_WORD)
             self._apply()
@@ -104,7 +104,7 @@ class Keeper:
             await asyncio.gather(self._task, return_exceptions=True)
 
     async def change(self) -> Mapping[str, Any]:
-        """Reread the settings, and apply those of `AT_ONCE`. Returns: all limits in force."""
+        """Reread the settings, and apply those that can change at once (`AT_ONCE`). Returns: all limits in force."""
         before, wanted = self._manners.limits, self._reread()
         limits = msgspec.structs.replace(before, **{name: getattr(wanted, name) for name in AT_ONCE})
         if limits != before:
@@ -148,7 +148,7 @@ class Keeper:
         return self._answer()
 
     async def resume(self) -> Mapping[str, Any]:
-        """End the owner's pause. Other reasons still hold."""
+        """End the owner's pause; the peer stays paused while there are other reasons. Returns: the new state."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()
         self._keep(lambda kept: kept.unlink(missing_ok=True), "a restart will pause again: cannot remove")
@@ -165,7 +165,7 @@ class Keeper:
         return {"paused": self._pausing.is_paused, "reasons": list(self.reasons)}
 
     def _on_stop_key(self) -> None:
-        """Pause; at the second Ctrl-Z resume, since the process does not stop and `fg` has nothing to resume."""
+        """Pause at Ctrl-Z; resume at the second Ctrl-Z: the process never stops, so `fg` has nothing to resume."""
         if _TERMINAL in self._manners.asked:
             self._on_continue()
         else:

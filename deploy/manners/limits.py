@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def of_a_volunteer(self) -> "Limits":
-        """The limits of a peer that joins: lowest priority unless its owner has set one."""
+        """The limits of a peer that joins: the lowest priority, unless the owner has set a priority."""
         return self if self.nice is not None else msgspec.structs.replace(self, nice=19)
 
     def __post_init__(self) -> None:
@@ -65,12 +65,12 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def memory_bytes(self) -> float:
-        """The memory that the swarm may use; infinite without a limit."""
+        """The bytes of memory that the swarm may use; infinite without a limit."""
         return self.memory_gb * GB or math.inf
 
     @property
     def in_words(self) -> tuple[str, ...]:
-        """The limits in force, in words."""
+        """The limits in force, each as words for people."""
         words = (
             (self.compute_share < 1.0, f"{self.compute_share:.0%} of the device's time"),
             (self.memory_gb > 0.0, f"{self.memory_gb:g} GB of its memory"),
@@ -154,7 +154,7 @@ def parse_truth(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of the day, in minutes since midnight, local time; it crosses midnight if `end` is not after `begin`."""
+    """A part of the day, in local minutes since midnight; the part crosses midnight if `end` is not after `begin`."""
 
     begin: int
     end: int

@@ -1,4 +1,4 @@
-"""Observes the use of a machine: keyboard and mouse, the GPU, the processors. Blocks for up to a few seconds.
+"""Observes the use of a machine: keyboard and mouse, the GPU, the processors. Reading blocks for up to a few seconds.
 
 | what               | source                                                                                |
 |--------------------|---------------------------------------------------------------------------------------|
@@ -33,7 +33,7 @@ def input_idle_s() -> float | None:
 
 
 def parse_pmon(text: str, ours: Iterable[int]) -> float:
-    """Parse `nvidia-smi pmon -c 1 -s u`: return the share of the GPU, in [0, 1], of processes other than `ours`."""
+    """Parse `nvidia-smi pmon -c 1 -s u`. Returns: the GPU's share, in [0, 1], that processes besides `ours` use."""
     own, percent = set(ours), 0.0
     for line in text.splitlines():
         columns = line.split()
@@ -43,7 +43,7 @@ def parse_pmon(text: str, ours: Iterable[int]) -> float:
 
 
 def gpu_others_share(index: int) -> float | None:
-    """Return the share of GPU `index`, in [0, 1], used by others; None: the driver does not say."""
+    """Return the share of GPU `index`, in [0, 1], that other programs use; None: the driver does not say."""
     text = _run("nvidia-smi", "pmon", "-c", "1", "-s", "u", "-i", str(index))
     return None if text is None else parse_pmon(text, [process.pid for process in _our_processes()])
 
@@ -84,8 +84,8 @@ def _our_processes() -> list[psutil.Process]:
 
 
 def _terminal_idle_s() -> float | None:
-    """Return seconds since the last input on one of our terminals, as `w` shows; None: unknown, or this process is
-    root's, whose terminals say nothing about the user."""
+    """Return seconds since the last input on one of our terminals, as `w` shows; None: unknown, or this process runs as
+    root: root's terminals say nothing about the user."""
     now_s, used_s = time.time(), []
     for path in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ class BaseModel:
         self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
 
     def layer(self, key: str) -> Tensor:
-        """Return a layer as `stored_base` encodes it, checked by its digest. Raises: LocalError: it is not here."""
+        """Return a layer as `stored_base` encodes it, checked by its digest. Raises: LocalError: no copy is here."""
         digests = self._spec.initial.digests
         if not digests:
             return seed_base(self._spec, key)
@@ -77,10 +77,10 @@ class BaseModel:
 
 
 def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | None:
-    """Find the base of a snapshot; None if the snapshot contains the whole model.
+    """Find the base model of a snapshot with adapters; None if the snapshot contains the whole model.
 
     Args: folder: the user's path of the base; None: search for it.
-    Raises: LocalError: `folder` is not this base, or the run has no adapters and needs none.
+    Raises: LocalError: `folder` is not this base, or the run has no adapters, so needs no base.
     """
     if snapshot.spec.adapter is None:
         if folder is not None:
@@ -95,7 +95,7 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
     """Return the adapters of a layer by PEFT's names, float32.
 
     DoRA's magnitude vector [rows] is trained as a change of the base's row norms. PEFT stores norm plus change, so
-    with DoRA `base` is needed. Raises: LocalError: the base is not on this machine.
+    DoRA needs `base`. Raises: LocalError: the base is not on this machine.
     """
     adapters = state_layout(spec, key).views(param_N)
     if base is None or not adapters:
@@ -110,7 +110,7 @@ def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> Tensor:
     """Return a layer of the trained model, float32 in the layout of `spec.model.whole`.
 
-    In a run with adapters it is the stored base merged with them. In a subspace model its matrices are multiplied out.
+    Adapters are merged into the stored base. A subspace model's embedding and projections are multiplied by its basis.
     """
     if base is None:
         return subspace.whole_layer(spec, key, param_N)

@@ -53,7 +53,7 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
     """Return the perplexity of a text file as one document. After the first half context, each token is predicted from
     at least half a context.
 
-    Raises: LocalError: it is not a text.
+    Raises: LocalError: the file is not a text.
     """
     if not path.is_file():
         raise LocalError(f"there is no file {path} to evaluate on")
@@ -85,8 +85,8 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return (`context` tokens from `start` on, their targets), both int64 [T]. Targets before position
-    `learn_from`, and those after the text's end, are IGNORED."""
+    """Return (`context` tokens from `start` on, their targets: the next tokens), both int64 [T]. Targets before
+    position `learn_from` of the text, or after its end, are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)
@@ -97,7 +97,7 @@ def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple
 
 
 def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int], tell: OnProgress) -> tuple[float, int]:
-    """Return (sum of losses in nats, number of tokens)."""
+    """Return (sum of the chosen samples' losses in nats, number of predicted tokens)."""
     batch = max(1, BATCH_TOKENS // predictor.model.context)
     total, tokens = 0.0, 0
     for at in range(0, len(chosen), batch):

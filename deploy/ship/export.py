@@ -1,4 +1,4 @@
-"""Writes a snapshot as a folder that `transformers` loads, or its adapters as one that `peft` loads (`shoal export`).
+"""Writes a snapshot as a folder for `transformers`, or its adapters as a folder for `peft` (`shoal export`).
 
 One layer is in memory at a time. The folder has a hidden name until it is complete.
 """
@@ -65,10 +65,10 @@ def export(
     """Write the first undamaged snapshot to the new folder `out`.
 
     Args:
-        form: "hf": a whole model, with adapters merged; "peft": the adapters alone; None: whichever was trained.
-        dtype: of the weights; training has them in float32.
+        form: "hf": a whole model, with adapters merged; "peft": only adapters; None: "peft" if the run has adapters.
+        dtype: the dtype of the exported weights; training has float32.
         base: the user's path of the adapters' base model; None: search for it.
-        shard_bytes: the most bytes in a file of weights; only a tensor that is larger alone exceeds it.
+        shard_bytes: the most bytes in a file of weights; only a single larger tensor makes a larger file.
         tokenizer: path of the run's tokenizer.json; None: the path in the spec.
     Raises: LocalError: `out` exists, the disk is full, or all snapshots are damaged. DataError: there is no tokenizer.
     """
@@ -153,7 +153,7 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
 def _carried(folder: Path, *, began_there: bool) -> dict[str, bytes]:
     """Return name -> content of the files that belong to the tokenizer.json in `folder`.
 
-    Args: began_there: True if the run's initial weights are in `folder`: then include the generation config.
+    Args: began_there: True if `folder` has the run's initial weights; then add the generation config.
     Raises: LocalError: a file cannot be read.
     """
     names = (*_CARRIED, "generation_config.json") if began_there else _CARRIED
@@ -199,7 +199,7 @@ def _model_name(source: str) -> str:
 def _write_adapters(
     snapshot: FoundSnapshot, base: BaseModel | None, folder: Path, dtype: torch.dtype, on_progress: OnProgress
 ) -> tuple[int, int]:
-    """Write the adapters' file. Returns: (bytes of all tensors, files)."""
+    """Write the adapters' file. Returns: (bytes of all tensors, number of files)."""
     tensors: dict[str, Tensor] = {}
     for number, key in enumerate(snapshot.keys, 1):
         views = adapters_for_peft(snapshot.spec, key, snapshot.read(key), base)
@@ -219,7 +219,7 @@ def _write_weights(
     on_progress: OnProgress,
     shard_bytes: int,
 ) -> tuple[int, int]:
-    """Write the weights' files. Returns: (bytes of all tensors, files)."""
+    """Write the weights' files. Returns: (bytes of all tensors, number of files)."""
     spec = snapshot.spec
     layouts = [layer_layout(spec.model.whole, key) for key in snapshot.keys]
     sizes = {
@@ -250,7 +250,7 @@ def _write_weights(
 
 
 def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) in order. Each tensor is a copy, so that the layer can be freed."""
+    """Yield (Hugging Face name, tensor) of all weights in order. Tensors are copies, so that the layer can be freed."""
     spec = snapshot.spec
     for key in snapshot.keys:
         whole_N = whole_layer(spec, key, snapshot.read(key), base)
@@ -260,12 +260,12 @@ def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype
 
 
 def _is_embedding_again(spec: RunSpec, name: str) -> bool:
-    """True for the head of a tied model: the export has its matrix only once, as the embedding."""
+    """True if `name` is the head of a tied model: the export has this matrix only as the embedding."""
     return spec.model.tied and name == HEAD_MATRIX
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Distribute the tensors to files in their order, to each file as many as fit."""
+    """Distribute the tensors, in their order, to files of at most `shard_bytes`. Returns: the names in each file."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, num_bytes in sizes.items():

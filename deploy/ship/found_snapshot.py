@@ -1,7 +1,7 @@
 """Finds the newest whole snapshot of a run on this machine, for `shoal export` and `shoal generate`.
 
-A peer's snapshots have the layers of its own stage and copies of others; `shoal demo` leaves one snapshot of the whole
-model. So a version is assembled from all folders that have some of its layers.
+A peer's snapshots have the layers of its own stage and copies of other layers; `shoal demo` leaves one snapshot of the
+whole model. So a version is assembled from all folders that have some of its layers.
 """
 
 import logging
@@ -67,7 +67,7 @@ class FoundSnapshot:
 
 
 def use_first_sound(snapshots: Iterable[FoundSnapshot], use: Callable[[FoundSnapshot], Made]) -> Made:
-    """Return `use` of the first undamaged snapshot. Raises: LocalError: there is no snapshot, or all are damaged."""
+    """Call `use` with the first undamaged snapshot, and return its result. Raises: LocalError: no snapshot is sound."""
     damaged: DamagedSnapshot | None = None
     for snapshot in snapshots:
         try:
@@ -92,7 +92,7 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Return the whole versions in these folders, newest first. Of several runs take the one that was written last.
+    """Return the whole versions in these folders, newest first. If several runs are there, use the last written run.
 
     Raises: LocalError: no version is whole.
     """
@@ -132,7 +132,7 @@ def _manifests(root: Path) -> Iterator[Path]:
 
 
 def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
-    """Return (time of writing, disk, content that the manifest lists); None: the snapshot is damaged or was removed."""
+    """Return (time of writing, disk, content) of a snapshot by its manifest; None: it is damaged or was removed."""
     folder = manifest.parent.resolve()
     disk = LiveDisk(folder.parent)
     try:
@@ -145,7 +145,7 @@ def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
 
 
 def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSnapshot]:
-    """Return the versions of which these snapshots have every layer, newest first. Args: parts: all of one run."""
+    """Return the versions of which these snapshots have every layer, newest first. Args: parts: a run's snapshots."""
     whole = []
     for age in sorted({stored.age for _, stored in parts}, reverse=True):
         here = [(disk, stored) for disk, stored in parts if stored.age == age]

@@ -30,7 +30,7 @@ def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None
     """Determine how to prompt the model.
 
     Args:
-        chat: True: the model answers; False: it continues; None: as it was trained.
+        chat: True: the model answers the prompt; False: continues it; None: as in training.
         tokenizer: path of the run's tokenizer.json; None: the path in the spec.
     Raises: DataError: there is no valid chat template. LocalError: a config cannot be read.
     """
@@ -59,8 +59,8 @@ def write(
 ) -> Iterator[str]:
     """Sample up to `num_tokens` tokens after `prompt`, until the model ends the text, and yield it piece by piece.
 
-    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None: as
-    it was trained. Raises: LocalError: the prompt has tokens unknown to the model, or is empty for a chat model.
+    The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None:
+    as in training. Raises: LocalError: the prompt has tokens unknown to the model, or is empty for a chat model.
     DataError: the chat template refuses the prompt, or there is no valid one.
     """
     manner = manner or manner_of(predictor, chat=None)
@@ -81,7 +81,7 @@ def write(
 def sampled(
     predictor: Predictor, tokens: list[int], num_tokens: int, sampler: Sampler, ends: Container[int | None]
 ) -> Iterator[str]:
-    """Yield the text of up to `num_tokens` tokens. One of the tokens `ends` ends the text, and is not part of it."""
+    """Yield the text of up to `num_tokens` tokens. Any token in `ends` ends the text, and is not part of the text."""
     detokenizer = Detokenizer(predictor.tokenizer)
     for token in itertools.islice(predictor.stream(tokens, sampler), num_tokens):
         if token in ends:
@@ -90,7 +90,7 @@ def sampled(
 
 
 def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
-    """Yield the text before `end`. Hold back what may be the beginning of `end` until the next part."""
+    """Yield the text of `parts` before `end`. Hold back a tail that may begin `end` until the next part."""
     if not end:
         yield from parts
         return

@@ -136,7 +136,7 @@ class _Said:
         return int(self._config["num_hidden_layers"])
 
     def rope(self, layers: str = _FULL) -> dict[str, Any]:
-        """Return the RoPE fields for layers of this type. Configs of all versions of `transformers` can be read."""
+        """Return the RoPE fields for layers of this type, from a config of any version of `transformers`."""
         found = self("rope_parameters") or self("rope_scaling") or {}
         found = dict(found) if isinstance(found, Mapping) else {}
         if isinstance(found.get(_FULL), Mapping) or isinstance(found.get(_SLIDING), Mapping):
@@ -224,9 +224,9 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 
 
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
-    """Return Yarn's factor of cosines and sines; None if it is the default, `yarn_factor(factor)`.
+    """Return Yarn's factor of cosines and sines; None if the factor is the default, `yarn_factor(factor)`.
 
-    Some configs (DeepSeek's) give it as the ratio of the factors for `mscale` and `mscale_all_dim`.
+    Some configs (DeepSeek's) give this factor as the ratio of the factors for `mscale` and `mscale_all_dim`.
     """
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
@@ -251,8 +251,8 @@ _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 
 def _rope_written(model: ModelSpec) -> dict[str, Any]:
-    """Return RoPE fields for `transformers` before version 5 (`rope_theta`, `rope_scaling`) and from it on
-    (`rope_parameters`)."""
+    """Return the RoPE fields of all versions of `transformers`: `rope_theta` and `rope_scaling` for versions before
+    5, `rope_parameters` for later versions."""
     scaling, window_theta = model.decoder.rope, model.decoder.window_rope_theta
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": model.rope_theta}
     if scaling is not None:
@@ -319,7 +319,7 @@ def _experts_written(model: ModelSpec) -> dict[str, Any]:
 
 
 def _said(value: object) -> str:
-    """Return a value from a config for an error message, shortened to the length of a name."""
+    """Return a config's value for an error message, cut to 80 characters."""
     return printable(value if isinstance(value, str) else repr(value))[:80]
 
 

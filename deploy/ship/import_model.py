@@ -2,7 +2,7 @@
 
 Nothing is copied: the run spec names the folder and has a digest of every layer. When a peer asks for layers, the host
 reads them from the folder, and the peer checks the digests. So the folder must stay in place until the run has started.
-In a run with adapters the digests are those of the layers as the run stores the base; a peer that has the model itself
+In a run with adapters a digest is taken of each base layer as the run stores it; a peer that already has the model
 need not download it.
 """
 
@@ -40,7 +40,7 @@ _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 class FolderWeights:
     """Implements `InitialWeights` on a folder in Hugging Face's layout. A tied head is read from the embedding.
 
-    Raises: LocalError: its tensors are not those of `model`, or are not in safetensors format.
+    Raises: LocalError: the folder's tensors do not fit `model`, or are not in safetensors format.
     """
 
     def __init__(self, folder: Path, model: ModelSpec) -> None:
@@ -129,12 +129,12 @@ def import_model(
 
     Args:
         base: a run spec for everything that the folder does not determine; None: defaults for fine-tuning.
-        source: the training text; empty: that of `base`.
-        format: of the text; None: that of `base`.
+        source: the training text; empty: the text of `base`.
+        format: the text's format; None: the format of `base`.
         context: tokens of a sample; None: as many as the model allows, at most 1,024.
-        stages: `swarm.stages`; None: that of `base`, or "auto".
+        stages: `swarm.stages`; None: as in `base`, or "auto".
         untie: if the head is tied to the embedding, make it a layer of its own, at first with the same values.
-        adapter: the adapters to train; None: those of `base`, or all weights.
+        adapter: the adapters to train; None: as in `base`; if it has none, train all weights.
         steps_of: returns a number of steps that suits the run's text; it is called before the weights are read.
     Raises: LocalError: shoal cannot train this model; the text says why. DataError: its tokenizer is missing or wrong.
     """
@@ -169,14 +169,14 @@ def import_model(
 
 
 def weights_in(folder: Path, spec: RunSpec) -> FolderWeights:
-    """Return the folder's weights as the run stores them. Raises: LocalError: they do not fit the spec's model."""
+    """Return the folder's weights as the run stores them. Raises: LocalError: the weights do not fit the model."""
     return FolderWeights(folder, spec.model) if spec.adapter is None else FolderBase(folder, spec)
 
 
 def open_initial(spec: RunSpec, on_progress: OnProgress = lambda share: None) -> FolderWeights | None:
-    """Return the initial weights of the host's run, every layer checked; None if they come from the seed.
+    """Return the initial weights of the host's run, every layer checked; None if the seed determines them.
 
-    Raises: LocalError: they are missing or changed.
+    Raises: LocalError: the weights are missing or changed.
     """
     if not spec.initial.digests:
         return None
@@ -233,7 +233,7 @@ def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
 
 
 def tokenizer_of(folder: Path, model: ModelSpec) -> str:
-    """Return the spec's `data.tokenizer`: BYTES or a path. Raises: DataError: it is missing, or unfit for the model."""
+    """Return the spec's `data.tokenizer`: BYTES or a path. Raises: DataError: the tokenizer is missing or unfit."""
     path = folder / "tokenizer.json"
     if not os.path.lexists(path):
         if model.vocab_size == 256:
@@ -269,7 +269,7 @@ def _tensor_files(folder: Path) -> dict[str, Path]:
 
 
 def _check_tensor(name: str, said: Any, shape: tuple[int, ...]) -> None:
-    """Check a tensor's shape and dtype before it is read: a wrong one could exhaust the memory. Raises: ValueError."""
+    """Check a tensor's shape and dtype before reading: a wrong tensor could exhaust the memory. Raises: ValueError."""
     if tuple(said.get_shape()) != shape:
         raise ValueError(f"{name} must have shape {shape}, has {tuple(said.get_shape()[:8])}")
     if said.get_dtype() not in _DTYPES:

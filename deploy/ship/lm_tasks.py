@@ -20,7 +20,7 @@ from shoal.protocol.errors import LocalError
 
 
 def check_library() -> None:
-    """Check that lm-eval is installed. Raises: LocalError: it is not."""
+    """Check that lm-eval is installed. Raises: LocalError: lm-eval is missing."""
     if importlib.util.find_spec("lm_eval") is None:
         raise LocalError("--tasks needs the lm-eval library: pip install lm-eval")
 
@@ -132,8 +132,8 @@ def _answering(predictor: Predictor) -> Any:
 def _log_likelihoods(
     predictor: Predictor, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """Return for each (context, asked tokens): (log-likelihood of the asked tokens, True if each of them is the most
-    likely token at its place)."""
+    """Return, for each pair (context, asked tokens), (log-likelihood of the asked tokens in nats, True if every asked
+    token is the most likely one at its place)."""
     T = predictor.model.context
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]
@@ -157,7 +157,7 @@ def _log_likelihoods(
 
 
 def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) -> str:
-    """Return the generated text before the first of the task's stop texts."""
+    """Generate text after the prompt, and return the part before the first of the task's stop texts."""
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0

@@ -1,6 +1,6 @@
-"""Writes the card of an exported model, which tells its origin: `README.md` for people, `shoal.json` for programs.
+"""Writes the card of an exported model, which states its origin: `README.md` for people, `shoal.json` for programs.
 
-Of a local path a card has only the last part, so that a published model does not reveal folder names.
+A card has only the last part of a local path, so that a published model does not reveal folder names.
 """
 
 import importlib.metadata
@@ -106,7 +106,7 @@ def card_files(snapshot: FoundSnapshot, *, library: str) -> dict[str, bytes]:
 
 
 def card(found: Provenance, *, library: str) -> str:
-    """Return the text of README.md."""
+    """Return the card for people, the text of README.md."""
     base = found.base
     front: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["shoal"]}
     if base is not None:

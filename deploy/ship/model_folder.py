@@ -1,7 +1,7 @@
 """Decides which files of an untrusted model folder are read, and how much of them. Nothing is unpickled or unpacked.
 
-Three dangers: an error message about a link out of the folder could reveal a local file; a device or pipe has no end; a
-header may declare more than fits into memory.
+There are three dangers: an error message about a link out of the folder could reveal a local file; a device or pipe has
+no end; a header may declare more than fits into memory.
 """
 
 import os
@@ -31,7 +31,7 @@ _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder. In a Hugging Face cache, links may lead to the model's blobs.
+    """Return the path of a file in the folder, after checks. In a Hugging Face cache it may link to the model's blobs.
 
     Raises: LocalError: the file is missing, leads out of the folder, or is not regular.
     """
@@ -60,7 +60,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a small file with a JSON object. Raises: LocalError: it cannot be read, is too large, or is none."""
+    """Read a small file with a JSON object. Raises: LocalError: it is unreadable, too large, or no JSON object."""
     raw = read_bytes(path)
     try:
         return msgspec.json.decode(raw, type=dict[str, Any])
@@ -69,7 +69,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def name_and_licence(folder: Path) -> tuple[str, str]:
-    """Return (name, licence) of a model from its folder and the card in it; "" for a missing one."""
+    """Return (name, licence) of a model from its folder and the card in the folder; "" for a missing value."""
     cached = next((found for part in folder.parts if (found := _CACHED.fullmatch(part))), None)
     name = f"{cached[1]}/{cached[2]}" if cached else folder.name
     try:
@@ -103,7 +103,7 @@ def cached_models() -> list[Path]:
 def tensor_files(folder: Path) -> list[Path]:
     """Return the folder's *.safetensors files, sorted by name; their headers have been checked.
 
-    Raises: LocalError: there are none, too many, or a broken one.
+    Raises: LocalError: the folder has no such file, too many files, or a broken file.
     """
     with or_say(f"cannot read {_shown(folder)}"):
         names = sorted(entry.name for entry in os.scandir(folder) if entry.name.endswith((".safetensors", ".bin")))
@@ -138,7 +138,7 @@ def _shown(path: Path) -> str:
 
 
 def _root(folder: Path) -> Path:
-    """Return the folder that a link must not leave."""
+    """Return the folder that links must not leave: in a Hugging Face cache the model's folder, else `folder`."""
     real = folder.resolve()
     cached = real.parent.name == "snapshots" and real.parent.parent.name.startswith("models--")
     return real.parent.parent if cached else real

@@ -36,11 +36,11 @@ class Predictor(Protocol):
 
     @property
     def spec(self) -> RunSpec | None:
-        """The spec of the model's run; None: the model is from a folder, which does not say how it was trained."""
+        """The spec of the model's run; None: the model is from a folder, which has no spec."""
 
     @property
     def origin(self) -> Origin | None:
-        """The model's version; None: it is from a folder, or a swarm has answered with no version yet, or several."""
+        """The model's version; None: a folder's model has none, or a swarm has used no version yet, or several."""
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
         """Return the sum of the losses, in nats, of all targets but IGNORED ones.
@@ -49,14 +49,14 @@ class Predictor(Protocol):
         """
 
     def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (log-likelihood of each target in nats, float32 [B, T]; True if the target is the most likely token,
-        bool [B, T]). An IGNORED target has 0 and True."""
+        """Return (log-likelihood of each target in nats, float32 [B, T]; True where the target is the likeliest token,
+        bool [B, T]). For an IGNORED target the values are 0 and True."""
 
     def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
         """Yield the tokens that follow the prompt, which must not be empty, without end."""
 
 
 def check_vocabulary(predictor: Predictor, token_max: int, where: str) -> None:
-    """Check tokens against the vocabulary. Raises: LocalError: the model does not know all of them."""
+    """Check the largest token against the vocabulary. Raises: LocalError: the model does not have this token."""
     if token_max >= predictor.model.vocab_size:
         raise LocalError(f"{where} has token {token_max}, and the model knows {predictor.model.vocab_size}")

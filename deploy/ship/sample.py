@@ -1,7 +1,7 @@
 """Merges the stages' snapshots and generates a text, at the end of `shoal demo`.
 
-It runs as a separate process (`python -m shoal.deploy.ship.sample INTO FOLDER…`), because it needs torch and the
-process of `shoal demo` must stay small. It prints one `GeneratedSample` as JSON.
+This module runs as a separate process (`python -m shoal.deploy.ship.sample INTO FOLDER…`), because it needs torch and
+the process of `shoal demo` must stay small. It prints one `GeneratedSample` as JSON.
 """
 
 import sys

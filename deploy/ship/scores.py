@@ -41,7 +41,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Path:
-    """Append an evaluation to the run's file. Raises: LocalError: it cannot be written."""
+    """Append an evaluation to the run's file. Raises: LocalError: the file cannot be written."""
     path = _path(run)
     line = Evaluation(run=run, era=era, version=version, time=time.time(), scores=tuple(scores))
     with or_say(f"cannot keep the results in {path}"):
@@ -61,7 +61,7 @@ def evaluations_of(run: str, era: int, version: int) -> list[Score]:
 
 
 def evaluations(run: str) -> list[Evaluation]:
-    """Return all evaluations of a run. Skip unreadable lines: a crash may have cut one off."""
+    """Return all evaluations of a run. Skip unreadable lines: a crash may have cut a line off."""
     try:
         lines = _path(run).read_bytes().splitlines()
     except OSError:
@@ -76,7 +76,7 @@ def evaluations(run: str) -> list[Evaluation]:
 
 
 async def tell_scores(run: str, say: Callable[[str], None], *, every_s: float = 5.0) -> None:
-    """Say each new score of a run until cancelled. Args: every_s: how often to look; an evaluation takes minutes."""
+    """Pass each new score of a run to `say` until cancelled. Args: every_s: the seconds between two readings."""
     known = len(await asyncio.to_thread(evaluations, run))
     while True:
         await asyncio.sleep(every_s)
@@ -104,7 +104,7 @@ def in_words(score: Score) -> str:
 
 
 def source_names(data: DataSpec) -> list[str]:
-    """Return names of a run's sources for the public: of a path only the last part; equal names are numbered."""
+    """Return public names for a run's sources: only the last part of a local path; equal names get numbers."""
     names: list[str] = []
     for one in data.each:
         is_known = one.source == PYTHON_LIBRARY or one.source.startswith(HUB)

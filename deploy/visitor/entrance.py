@@ -1,9 +1,9 @@
-"""Connects a visitor, a command that does not take part, to a run: a throwaway identity, the run's directory and spec.
+"""Gives a visitor (a command that does not take part in the run) a throwaway identity, the run's directory and spec.
 
 Each visit has a folder, and its network daemon has sockets in the system's temporary folder. On SIGTERM or a closed
 terminal the command stops the daemon and removes the sockets. If the command was killed, the next shoal command of this
-user removes them: it finds their names in the visit's folder, and sees from the folder's free lock that the visit is
-over.
+user removes the sockets: it finds their names in the visit's folder. A free lock on this folder means that the visit
+is over.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ async def connecting(
 ) -> AsyncIterator[tuple[Endpoint, "LiveTransport", list[PeerID]]]:
     """Connect a throwaway identity, with a certificate from the invite, to a run's network inside the context.
 
-    Args: owner: the run's owner, if the visitor is the owner; for an owner an expired invite works, too.
+    Args: owner: the run's owner, if the visitor is the owner; the owner may use an expired invite.
     Yields: (endpoint, transport, the peers that the invite names or that this machine has met).
     """
     # Importing hivemind takes a second; only visits need it.
@@ -128,7 +128,7 @@ def _introduce(invite: Invite, me: PeerID) -> None:
 
 
 async def sweep() -> None:
-    """Stop the daemons of killed visitors and remove their sockets. A killed peer's are removed at its next start."""
+    """Stop killed visitors' daemons and remove their sockets. A killed peer removes its own at its next start."""
     from shoal.protocol.live import leftovers
 
     for folder in sorted(_visits().glob(f"{_PREFIX}-*")):

@@ -1,7 +1,7 @@
-"""Implements `shoal recover`: when half of a plan's members are gone for good, the run's owner lets the others go on.
+"""Implements `shoal recover`: when half of a plan's members are gone for good, the run's owner lets the rest go on.
 
-The reachable members are no majority then, and must not act as one: the missing members may be alive and training on
-the other side of a network partition. So a person decides: the owner's key mandates one reachable peer to make a plan
+The reachable members are then no majority, and must not act as a majority: the missing members may be training on the
+other side of a network partition. So a person decides: the owner's key mandates one reachable peer to make a plan
 without votes. The mandate begins a new *reign* (override epoch). Of two plans the one with the higher reign wins,
 whatever their terms are. So a peer that returns from the other side adopts the mandated plan, and loses what it trained
 meanwhile.
@@ -67,7 +67,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """The state of a run to recover. `base` is the plan that most reachable peers obey."""
+    """The state of a run that is to be recovered. `base` is the plan that most reachable peers obey."""
 
     base: SignedPlan
     found: tuple[Found, ...]
@@ -92,7 +92,7 @@ class Situation:
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
-        """Return the peer that makes the mandated plan: the first in rank, for `term`, of those that obey `base`."""
+        """Return the peer that makes the mandated plan: among those that obey `base`, the first in `term`'s ranking."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return rank(self.base.plan.run, term, willing)[0]
@@ -113,7 +113,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
     Args:
         found: the reachable peers.
-        era: go back to this era, with or without a majority; None: go on where the run is.
+        era: the era to go back to, even if a majority is reachable; None: go on where the run is.
         layers: the layers that a whole snapshot has.
     Raises: LocalError: there is nothing to recover; the sentence says why.
     """
@@ -147,7 +147,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
 
 def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[str]) -> Beginning:
-    """Return the newest snapshot of `era` that is whole on the reachable disks. Raises: LocalError: there is none."""
+    """Return the newest snapshot of `era` that is whole on reachable disks. Raises: LocalError: none is whole."""
     catalog = CheckpointCatalog.of((each.peer, each.standing.holdings) for each in found)
     whole = [version for of_era, version in catalog.parts if of_era == era and catalog.covers((era, version), layers)]
     if not whole:
@@ -162,7 +162,7 @@ def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[
 class Recovery:
     """Examines a run, and lets it go on if the owner wants it.
 
-    Args: endpoint: the visitor's, with a throwaway identity.
+    Args: endpoint: the visitor's endpoint, with a throwaway identity.
     """
 
     def __init__(self, *, endpoint: Endpoint, directory: Directory, clock: Clock, owner: PeerID, spec: RunSpec) -> None:
@@ -189,7 +189,7 @@ class Recovery:
     async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
         """Mandate a plan for the reachable peers, and wait up to 30 s until they obey it.
 
-        Args: folder: the owner's folder, which records the last reign, so that no reign begins twice.
+        Args: folder: the owner's folder; it records the last reign's number, so that none is used twice.
         Raises: LocalError: the reset failed; the sentence says why.
         """
         assert owner.peer_id == self._owner
@@ -257,7 +257,7 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """Return the peers that fit into the message, those with state first. The next plan adds the other peers."""
+    """Return the peers that fit into the message, peers with state first. The next plan adds the rest."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
@@ -271,7 +271,7 @@ def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Ad
 
 
 def find_owner(invite: Invite, folders: Iterable[Path]) -> tuple[Identity, Path]:
-    """Return the owner's key and its state folder. Raises: LocalError: none of the folders has it."""
+    """Return the owner's key and its state folder. Raises: LocalError: none of the folders has the key."""
     for folder in folders:
         path = folder / "identity.key"
         if path.exists():
@@ -289,7 +289,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last reign that the owner mandated, from its disk: perhaps no reachable peer knows of it."""
+    """Return the last reign that the owner mandated, read from disk: perhaps no reachable peer knows it; 0: none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

@@ -45,7 +45,7 @@ def headline(situation: Situation) -> str:
 
 
 def going_back(situation: Situation) -> str:
-    """Return a sentence about the effect of `--era`."""
+    """Return a sentence that states the effect of `--era`."""
     back = situation.beginning
     assert back is not None
     return (

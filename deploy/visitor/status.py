@@ -1,6 +1,6 @@
-"""Asks a run for its status without taking part in it, and shows it, once or until Ctrl-C (`shoal status`).
+"""Asks for a run's status without taking part, and shows the status, once or until Ctrl-C (`shoal status`).
 
-Any peer answers a `StatusRequest`, if need be by asking the coordinator.
+Any peer answers a `StatusRequest`; it may have to ask the coordinator.
 """
 
 import asyncio
@@ -28,7 +28,8 @@ Ask = Callable[[], Awaitable[SwarmStatus]]
 
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:
-    """Ask the peers that the invite names or that this machine has met in the run.
+    """Ask for the status: first the peers of the run that are connected, then others that the invite names or that this
+    machine has met.
 
     Raises: LocalError: no peer can answer; the sentence has the last reason.
     """
@@ -38,7 +39,8 @@ async def ask_swarm(invite: Invite) -> SwarmStatus:
 
 @contextlib.asynccontextmanager
 async def asking(invite: Invite) -> AsyncIterator[Ask]:
-    """Yield a function that asks for the status on one connection; it first asks the peer that answered last."""
+    """Yield a function that asks for the status. Its calls share one connection to the run's network, and first ask the
+    peer that answered last."""
     async with connecting(invite) as (endpoint, transport, peers):
         connected = await transport.connected()
         peers.sort(key=lambda peer: peer not in connected)
@@ -76,13 +78,13 @@ def show(status: SwarmStatus, console: Console) -> None:
 
 
 async def watch(invite: Invite, console: Console, *, as_json: bool) -> None:
-    """Ask and show until Ctrl-C. Raises: LocalError: the first request gets no answer."""
+    """Ask for the status and show it until Ctrl-C. Raises: LocalError: the first request gets no answer."""
     async with asking(invite) as ask:
         await Watch(await ask(), console, as_json=as_json).run(ask)
 
 
 class Watch:
-    """Shows each answer: as a panel; as a line if the console cannot redraw; or as JSON for a script."""
+    """Shows each status: as a panel, as a line if the console cannot redraw, or as JSON for a script."""
 
     def __init__(self, first: SwarmStatus, console: Console, *, as_json: bool) -> None:
         self._console, self._as_json = console, as_json
@@ -100,7 +102,7 @@ class Watch:
         self._presenter.tell_status(again=True)
 
     async def run(self, ask: Ask) -> None:
-        """Ask until cancelled, whether or not the run answers."""
+        """Ask for the status until cancelled, even if the run does not answer."""
         if not self._as_json:
             self._presenter.draw()
         try:

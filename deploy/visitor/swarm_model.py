@@ -43,15 +43,15 @@ _KEEP_S: Final = 5.0
 
 
 class VersionGone(LocalError):
-    """The swarm has answered with two versions: the first one is gone, because the layers were repartitioned."""
+    """The swarm answered with two versions of the model: the first is gone, as layers were repartitioned."""
 
 
 class _Anew(Exception):
-    """The stages have lost the session; it must restart from its first token."""
+    """The stages have lost the state of a session's tokens; send the session again from its first token."""
 
 
 class SwarmModel:
-    """The model of one run. Args: peers: any members of the run; they are asked in turn until one answers."""
+    """The model of one run. Args: peers: any members of the run; a request goes to each in turn until one answers."""
 
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
@@ -65,7 +65,7 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (log-likelihood of each target in nats, float32 [B, T]; True if it is the likeliest token, [B, T]).
+        """Return (log-likelihoods of the targets in nats, float32 [B, T]; True if the target is likeliest, [B, T]).
 
         Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
         Raises: LocalError: no peer answers; the sentence has the last reason.
@@ -86,8 +86,8 @@ class SwarmModel:
         return torch.cat(values), torch.cat(likeliest)
 
     async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Return the logits of the token after `tokens`, float32 [V]. The answer leaves out the least likely tokens of
-        a large vocabulary; their logit is -inf.
+        """Return the logits of the token after `tokens`, float32 [V]. If the vocabulary is large, the
+        answer leaves out the least likely tokens; their logit is -inf.
 
         Args:
             session: the number under which the stages keep earlier tokens' state; 0: they keep none.
@@ -109,7 +109,7 @@ class SwarmModel:
         return torch.full((self.model.vocab_size,), -math.inf).scatter(0, token_K, logit_K)
 
     async def keep_version(self) -> None:
-        """Send a small request after every `_KEEP_S` without one, so that the stages keep the version."""
+        """Send a small request after every `_KEEP_S` without a request, so that the stages keep the version."""
         while True:
             await asyncio.sleep(_KEEP_S)
             is_idle = asyncio.get_running_loop().time() - self._asked_s >= _KEEP_S
@@ -182,7 +182,7 @@ class SwarmModel:
         return value_BT, likeliest_BT
 
     async def _ask(self, request: InferenceRequest) -> InferenceAnswer:
-        """Ask until a peer answers. Raises: _Anew, LocalError."""
+        """Send `request` to peers in turn until one answers. Raises: _Anew: session lost. LocalError: no answer."""
         async with self._few:
             if self._version < 0:
                 async with self._finding:  # the first request fixes the version of the others
@@ -281,8 +281,8 @@ async def through_swarm(
 ) -> Work:
     """Run `work` in a thread with the run's model.
 
-    Args: keeps_version: use a single version; if the swarm loses it, `work` starts again with the newest.
-    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often; all that `work` raises.
+    Args: keeps_version: use a single version of the model; if the swarm loses it, restart `work` with the newest.
+    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Errors of `work` pass.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES
