@@ -153,8 +153,7 @@ class StateServer:
         await self._pin((TRAINED, state.version), state.layers)
 
     def pass_on(self, fetched: Relay) -> None:
-        """Share the ranges that our fetch `fetched` receives with its group peers, until a while after the fetch has
-        ended."""
+        """Share the ranges that our fetch `fetched` receives with its group peers, and for a while after its end."""
         self._forget_old()
         fetched.until_s = self._clock.now_s() + PINNED_S
         self._relays.append(fetched)
@@ -212,8 +211,7 @@ class StateServer:
         *,
         asked_by: PeerID | None = None,
     ) -> _Pin:
-        """Keep `layers` as version `key`. Args: proofs: layer -> its digest, if known; None: the digests are computed
-        here."""
+        """Keep `layers` as version `key`. Args: proofs: layer -> known digest; None: digests are computed here."""
         now_s = self._clock.now_s()
         pin = self._pins.setdefault(key, _Pin(now_s, is_followed=key[0] == WEIGHTS))
         pin.asked_for(now_s)
@@ -426,7 +424,7 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
-        """Fetch a range from the holder `via` for the peer `source`, and send the range on; refuse while we fetch
+        """Fetch a range from its holder `via` for the peer `source`, and send it on; refuse while we fetch
         ourselves."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
@@ -479,8 +477,7 @@ class StateServer:
 
     @property
     def _ahead_priority(self) -> Priority:
-        """The priority of layers fetched ahead: the lowest during training; later, when the whole run waits, that of
-        state."""
+        """The priority of layers fetched ahead: the lowest during training; that of state once the run waits."""
         return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
     async def _send(

@@ -60,7 +60,7 @@ class ActivationStore:
         return self._payloads.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
-        """Return (a function for the device's thread, its FLOP), and remove the job's input from the store."""
+        """Return (a function to run on the device's thread, its FLOP), and remove the job's input from the store."""
         runtime, payloads = self._runtime, self.of(microbatch)
         if job.kind == "backward":
             gradient, payloads.gradient = payloads.gradient, None
@@ -100,8 +100,7 @@ class ActivationStore:
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
-        """Return the microbatch's run through experts on other peers: a forward begins the run, its backward continues
-        it."""
+        """Return the microbatch's run through experts on other peers: a forward begins it, a backward continues it."""
         payloads = self.of(microbatch)
         if job.kind != "backward":
             self._abandon(payloads)

@@ -161,8 +161,7 @@ class Departure:
     # --- save ---
 
     async def _save(self, membership: Part, until_s: float) -> bool:
-        """Save our layers, which no other peer has, then have other peers keep copies. Returns: True if our disk has
-        the layers."""
+        """Save our layers, which no other peer has, then have copies made. Returns: True if our disk has the layers."""
         state = await self._made(membership, until_s)
         if state is None:
             self.unsaved = f"step {membership.version} is not saved: the step after it did not end in time"
@@ -193,8 +192,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Return our state; while a step is being made, wait for the state after it. None: the step does not end in
-        time."""
+        """Return our state; during a step, the state after it. None: the step does not end in time."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 

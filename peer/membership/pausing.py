@@ -38,7 +38,7 @@ class Pausing:
 
     @property
     def paused_s(self) -> float | None:
-        """Seconds since the pause began; None: not paused."""
+        """Seconds since the pause began; None: the peer is not paused."""
         return self._clock.now_s() - self._since_s if self.is_paused else None
 
     def pause(self) -> None:
