@@ -266,8 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make the optimizer step `step` with its reduced gradient, float32 [N], after the running job; then call
-        `stepped`."""
+        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job. Call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -321,8 +320,7 @@ class GroupMembership(ABC):
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """Record that a peer has restarted without state. If it is in our group, its Progress may have told us
-        already."""
+        """Record that a peer has restarted. If it is in our group, its Progress may have told us already."""
         self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
@@ -438,7 +436,8 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send pieces of our gradient sum, add those that we reduce, and take pieces that came early."""
+        """Run a round: send our gradient sum in pieces, add up those that we reduce, and take pieces that came
+        early."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
             return  # our step has begun already: the members of this attempt will catch up with us
@@ -535,8 +534,7 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step to `state` for peers that prepare for the next layout and replay the
-        step."""
+        """Keep the reduced gradient of the step to `state` for peers that replay the step for the next layout."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -611,8 +609,7 @@ class GroupMembership(ABC):
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the earliest step whose reduced gradient is still needed, by a replaying peer or a layer that we
-        fetch."""
+        """Return the earliest step whose reduced gradient a replaying peer, or a layer that we fetch, still needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())

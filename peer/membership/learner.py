@@ -114,8 +114,7 @@ class Learner:
 
     @property
     def progress(self) -> FetchProgress | None:
-        """Progress of the present fetch: of the first weights, or later of the state. None: neither is being
-        fetched."""
+        """Progress of fetching the first weights, and later the state. None: no such fetch is under way."""
         if self._progress is not None and self._weights is not None:
             coming = self._fetching.progress.done if self._fetching is not None else 0
             here_bytes = state_bytes(self._runtime.spec, self._gathered)
@@ -138,8 +137,7 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step whose reduced gradient may still be needed, by a layer that is here or is being
-        fetched."""
+        """Return the first step whose reduced gradient may still be needed by a layer here or on its way."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---
@@ -330,8 +328,7 @@ class Learner:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """Wait for the reduced gradient that our round of `step` yields. None: we have no such round, or it stands
-        still."""
+        """Wait for the reduced gradient of our round of `step`. None: we have no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._reductions.means:
@@ -363,8 +360,7 @@ class Learner:
             await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
-        """Fetch the state of the layer `key`. If an earlier fetch failed, first try to complete the version that it
-        began."""
+        """Fetch the state of the layer `key`. If an earlier fetch failed, first try to complete its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
             with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):
