@@ -1,4 +1,4 @@
-"""Errors of this peer's tasks: after the first of them the peer cannot go on."""
+"""Errors of this peer's tasks: the first error ends the peer's work."""
 
 import asyncio
 import logging

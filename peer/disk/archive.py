@@ -104,8 +104,7 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if every member signs its group's layers at this version, because snapshots of the version are
-        written."""
+        """True if every member signs its group's layers at this version, because snapshots of it are written."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -128,8 +127,7 @@ class Archive:
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return, sorted, (era, version) of each snapshot here that is newer than `age` and has exactly the layers
-        `keys`."""
+        """Return (era, version), sorted, of the snapshots here of exactly the layers `keys` newer than `age`."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
@@ -152,8 +150,7 @@ class Archive:
         return True
 
     async def note_era(self, era: int, version: int) -> None:
-        """Record that `era` is under way: the run has reached `version`, which is later than the era's first
-        version."""
+        """Record that `era` is under way: the run has reached `version`, later than the era's first version."""
         if era > self.era_begun:
             self.era_begun, self._groups_begun = era, set()
         if not self.keeps or era <= self._noted[0]:
@@ -260,8 +257,8 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of the layers stored before. If that fails, they will be
-        fetched again."""
+        """Store `layers`, float32 on the host, in place of those stored before. If this fails, they are fetched
+        again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)

@@ -72,8 +72,7 @@ class Attesting:
         self._reports.hurry()
 
     async def sign_stored(self, plan: Plan) -> None:
-        """Sign the layers of our groups that an earlier process of this peer has saved, if no plan certifies these
-        layers."""
+        """Sign our groups' layers that an earlier process of this peer has saved, if no plan certifies them."""
         for group in plan.groups_of(self._endpoint.peer_id):
             keys = group_keys(self._model, plan, group)
             newest = max((age for age, of in self._certified if of == keys), default=(-1, 0))

@@ -152,8 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are on other peers. While the job waits for the experts, the device does other
-        jobs."""
+        """Run a job whose experts are on other peers. While it waits for them, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -318,8 +317,7 @@ class Replica(GroupMembership):
         self.handle(events.JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
-        """Compute with these weights from now on. They come without a state, from a step that other members have
-        made."""
+        """Compute with these weights from now on. They are of a step that others made, and come without a state."""
         self.runtime.load_weights(weights)
         self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)

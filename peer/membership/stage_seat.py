@@ -13,8 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageSeat:
-    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era, as the replica
-    does."""
+    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era as replicas do."""
 
     def __init__(self, services: Services, experts: ExpertSeats) -> None:
         self._s = services
@@ -122,8 +121,7 @@ class StageSeat:
         self.replica.experts_at(self._me, self._s.own.presence())
 
     def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
-        """True if draining is pointless: our stage is gone, or we cannot reach a member with which we would reduce
-        gradients."""
+        """True if draining is pointless: our stage is gone, or a member with which we would reduce is out of reach."""
         newest = self._s.plans.newest
         if newest is None or newest.era != self._s.endpoint.era or stage >= len(plan.stages):
             return True
