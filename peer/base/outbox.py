@@ -1,5 +1,4 @@
-"""Messages that are resent, in order, until they reach their peer. Each message has a key; a newer message with the
-same key replaces it."""
+"""Messages that are resent, in order, until they reach their peer; a newer message with the same key replaces one."""
 
 import asyncio
 import logging
@@ -50,8 +49,8 @@ class Outbox:
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone. Cancel the call under way: it could delay calls to the peer's next
-        incarnation."""
+        """Drop all messages to a peer that is gone, and cancel the call under way, which could delay calls to its
+        successor."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

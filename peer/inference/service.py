@@ -212,7 +212,7 @@ class InferenceService:
         return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """Return (version, our stage's weights at that version). Wait if it is not committed yet. Raises: Refused."""
+        """Return (version, our stage's weights at it), once that version is committed. Raises: Refused."""
         until_s = self._clock.now_s() + 15.0
         while True:
             replica, plan, now_s = self._parts.stage, self._plans.newest, self._clock.now_s()
@@ -238,8 +238,7 @@ class InferenceService:
             await asyncio.sleep(0.05)
 
     async def _keep(self, replica: StagePart, runtime: StageRuntime) -> tuple[int, FixedStage]:
-        """Keep the weights of the committed version. A device job takes them, so that no step changes them
-        meanwhile."""
+        """Keep the weights of the committed version. A job takes them, so that no step changes them meanwhile."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
             return runtime.version, known

@@ -84,8 +84,7 @@ class Sessions:
         self._known[session] = _Known(version, stage.memory(), num_bytes, now_s)
 
     def memory(self, session: Session, version: int, position: int, now_s: float) -> Mapping[str, KeysValues] | None:
-        """Return the session's cache if it ends at `position`, else None. Call `remembered` when the forward is
-        done."""
+        """Return the session's cache if it ends at `position`, else None. Call `remembered` after the forward."""
         known = self._known.get(session)
         if known is None or (known.version, known.length) != (version, position):
             return None

@@ -141,8 +141,8 @@ class LinkMeter:
         return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
 
     def traffic(self) -> dict[PeerID, tuple[float, float]]:
-        """Return peer -> (bytes sent, bytes received) in frames so far. For a peer that was idle for long, counts may
-        restart at 0."""
+        """Return peer -> bytes of frames (sent, received) so far. Counts of a peer that was long idle may restart at
+        0."""
         return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:
@@ -181,9 +181,8 @@ class LinkMeter:
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
-        """Record the result of a probe, which measures the bytes that really arrive. If another link was sending at the
-        same time, the probe counts only if it was faster than earlier ones. Args: since: the value of `mark` before the
-        probe.
+        """Record a probe's result, which measures the bytes that really arrive. If another link was sending at the same
+        time, the probe counts only if it was faster than earlier ones. Args: since: `mark` before the probe.
 
         Returns: True if the probe counts and is far below earlier ones. Then another probe shows whether the link has
             become slow or was busy."""
@@ -196,7 +195,7 @@ class LinkMeter:
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self, beside: Collection[PeerID] = ()) -> float | None:
-        """For each link that was busy for long, count its traffic since the last call as a probe, if our network card
+        """Count as a probe, for each link that was busy for long, its traffic since the last call, if our network card
         could have carried twice as much in all.
 
         Args: beside: peers on our machine, which may send as much as we do over the same card. Traffic to them does not
@@ -259,8 +258,7 @@ class LinkMeter:
         self._num_sending += 1
 
     def send_ends(self, peer: PeerID, nbytes: int, *, left: bool) -> None:
-        """Record the end of a send. Args: left: the frame was sent; if not, the time that it took says nothing about
-        the link."""
+        """Record the end of a send. Args: left: the frame was sent; if not, its time says nothing about the link."""
         link = self._links[peer]
         now_s = self._clock.now_s()
         link.num_sending -= 1
@@ -301,8 +299,7 @@ class LinkMeter:
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """Return the link reports for a heartbeat: first of failed tries and new probes, then of the busiest links in
-        turn."""
+        """Return link reports for a heartbeat: first failed tries and new probes, then the busiest links in turn."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()

@@ -24,8 +24,7 @@ class Claims:
 
 
 class OwnWord:
-    """Makes one peer's messages about itself. Args: has_text: the peer has the run's training text, which stage 0
-    needs."""
+    """Makes one peer's messages about itself. Args: has_text: the peer has the training text, which stage 0 needs."""
 
     def __init__(
         self,

@@ -1,5 +1,4 @@
-"""The register of this peer's parts: its memberships in groups, as a replica of a stage and as the holder of
-experts."""
+"""The register of this peer's parts: its memberships in groups, by a replica of a stage or by experts that it holds."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -123,8 +122,7 @@ class Parts:
     # --- the state that we train ---
 
     def state_of(self, keys: Collection[str]) -> StageState | None:
-        """Return the trained state that includes these layers; None: this peer has no such state, or is making a
-        step."""
+        """Return the trained state that includes these layers; None: this peer has none, or a step is under way."""
         states = (part.state for part in self.all if part.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
@@ -134,8 +132,7 @@ class Parts:
 
     async def witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
         """Return the state, with its holders' signatures, that `source` may fetch as a newcomer of a group with these
-        layers; None: `source` may fetch none here. Args: version: -1: the newest. Raises: Refused: too few have signed
-        yet."""
+        layers; None: there is none for `source`. Args: version: -1: the newest. Raises: Refused: too few signatures."""
         for part in self.all:
             state = part.state
             if part.is_ready and state is not None and set(keys) <= state.layers.keys():

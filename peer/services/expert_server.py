@@ -179,8 +179,8 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Wait until all experts have reached the version that the request needs, then compute. Raises: Refused: an
-        expert is not here."""
+        """Wait until all experts have the version that they need, then compute. Raises: Refused: an expert is not
+        here."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
@@ -193,8 +193,8 @@ class ExpertServer:
         return timed.value
 
     def _waits(self, request: _Request) -> bool:
-        """True if an expert has yet to reach the version that the request needs. Raises: Refused: an expert is not
-        here, or is far behind that version."""
+        """True if an expert is too old for the request as yet. Raises: Refused: an expert is not here, or far too
+        old."""
         meta = request.meta
         works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
         self._check_near(works, meta.step)
