@@ -1,4 +1,4 @@
-"""Messages that are resent, in order, until they reach their peer; a newer message with the same key replaces one."""
+"""Messages that are resent, in order, until they reach their peer. A newer message replaces one with the same key."""
 
 import asyncio
 import logging

@@ -257,8 +257,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of those stored before. If this fails, they are fetched
-        again."""
+        """Store `layers`, float32 on the host, in place of those stored before. A failure costs a second fetch."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)

@@ -26,8 +26,8 @@ def difference(before_C: Tensor, after_C: Tensor) -> Tensor:
 def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
     """Apply a difference to the earlier version, and return the later version, bfloat16 [C].
 
-    Args: difference_B: uint8, from `difference`. Raises: ValueError: the bytes are no difference of C numbers, or lead
-    out of the range of bf16.
+    Args: difference_B: uint8, from `difference`.
+    Raises: ValueError: the bytes are no difference of C numbers, or lead out of the range of bf16.
     """
     size = before_C.numel()
     short_C = difference_B[:size].view(torch.int8)

@@ -429,7 +429,8 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range that only one holder has, else None. We ask that holder for the first ones."""
+        """Return the last range in `todo` that has only one holder, which sends us the first ones; None: no such
+        range."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)

@@ -436,8 +436,7 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send our gradient sum in pieces, add up those that we reduce, and take pieces that came
-        early."""
+        """Run a round: send our gradient sum in pieces, add up our share of it, and take pieces that came early."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
             return  # our step has begun already: the members of this attempt will catch up with us

@@ -45,7 +45,7 @@ class OwnWord:
         """Bytes of memory to claim after a job ran out of memory; None: the measured bytes."""
 
     def presence(self) -> PresenceUpdate:
-        """Return our present presence update; its sequence number is added later."""
+        """Return our present presence update, except for its number."""
         plan, stage = self._plans.newest, self._parts.stage
         return PresenceUpdate(
             incarnation=self._life.incarnation,

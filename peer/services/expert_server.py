@@ -1,9 +1,9 @@
 """Serves the requests of other peers for the experts that this peer holds; there is one server per peer.
 
-A request brings tokens for some experts. It waits until each expert's version is near enough to the request's step t (t
-- version <= s_max); then it is computed as one job and answered once. No sender is trusted: a recent plan must name it,
-its requests here are limited in number, and it must send the sizes that follow from the spec. A request that cannot be
-served here, or not soon, is refused, so that its sender tries another holder.
+A request brings tokens for some experts. It waits until each expert's version is near enough to the request's step
+(step - version <= s_max); then it is computed as one job and answered once. No sender is trusted: a recent plan must
+name it, its requests here are limited in number, and it must send the sizes that follow from the spec. A request that
+cannot be served here, or not soon, is refused, so that its sender tries another holder.
 
 N tokens   D width
 """
@@ -179,8 +179,7 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Wait until all experts have the version that they need, then compute. Raises: Refused: an expert is not
-        here."""
+        """Wait until no expert is too old for the request, then compute. Raises: Refused: an expert is not here."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
@@ -193,8 +192,7 @@ class ExpertServer:
         return timed.value
 
     def _waits(self, request: _Request) -> bool:
-        """True if an expert is too old for the request as yet. Raises: Refused: an expert is not here, or far too
-        old."""
+        """True if an expert is too old for the request as yet. Raises: Refused: an expert is missing or far too old."""
         meta = request.meta
         works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
         self._check_near(works, meta.step)
