@@ -37,7 +37,7 @@ _COMPLAIN_S = 60.0
 
 
 class Archive:
-    """Snapshots of one run on one peer's disk. Args: disk: None: nothing is kept."""
+    """Snapshots of one run on one peer's disk. Args: disk: holds the snapshots; None: nothing is kept."""
 
     def __init__(
         self,

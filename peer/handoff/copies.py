@@ -115,7 +115,7 @@ class Copies:
     ) -> list[tuple[PeerID, int]]:
         """Ask peers outside the group to keep copies of `state`. Returns: (keeper, version) of each copy.
 
-        Args: copies: the numbers of the copies to ask for, out of `WRITERS`; is_awaited: we leave after the copies are
+        Args: copies: indices, below `WRITERS`, of the copies to ask for. is_awaited: we leave after the copies are
             made, so they are not sent at the lowest priority."""
         plan = self._plans.newest
         if plan is None:

@@ -202,7 +202,7 @@ class StateFetcher:
         voters: Sequence[PeerID] | None,
         at_least: int,
     ) -> dict[PeerID, StateOffer]:
-        """Return the offers of one version, and set `_version` to it."""
+        """Return the offers of one version, and set `_version` to that version."""
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
@@ -429,8 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that has only one holder, which sends us the first ones; None: no such
-        range."""
+        """Return the last range in `todo` that has only one holder, which sends us the first ones; None: none has."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -439,7 +438,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return the seconds from the start of the fetch during which `holder` is not asked for helpers' ranges."""
+        """Return for how many seconds after the fetch began `holder` is asked for none of the helpers' ranges."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 
@@ -448,7 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of it."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of the layer."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -271,8 +271,8 @@ class FetchingAhead:
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
         """Replay the last steps, and return the layers that have reached `version`, at which the layout of `era` ended.
-        The caller must compare them with the holders' digests. Args: members: the newest plan's; only they are
-        asked."""
+        The caller must compare them with the holders' digests. Args: members: the newest plan's members; no other peers
+        are asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}

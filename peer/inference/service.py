@@ -16,8 +16,8 @@ begins again with a newer one.
 stage. If that member is gone, or has no cache of the session, the request fails, and the client chooses another `way`
 and a new session.
 
-**Training goes first.** A peer computes one request at a time. While it trains it rests after each, so that requests
-take at most `SHARE` of its time.
+**Training goes first.** A peer computes one request at a time. While it trains it rests after each request, so that
+requests take at most `SHARE` of its time.
 """
 
 import asyncio

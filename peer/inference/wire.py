@@ -1,7 +1,7 @@
 """Encodes inference requests as bytes, and checks them before anything is computed.
 
-Tokens are int32. Activations are float32, or bfloat16 if the run computes in it, whatever format training sends. In a
-model with a subspace, each token is sent with its k coordinates in the subspace in place of its activation. Sizes
+Tokens are int32. Activations are float32, or bfloat16 if the run computes in bfloat16, whatever format training sends.
+In a model with a subspace, each token is sent with its k coordinates in the subspace in place of its activation. Sizes
 follow from the header, which is checked against the run spec.
 
 B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace

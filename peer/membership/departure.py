@@ -4,11 +4,11 @@ If another member with the same layers stays, we drain: we finish our work and w
 (`GroupMembership.drain`). If no such member stays, we are the last holder, and our layers would be lost to the run
 until we come back. So a last holder does three things:
 
-    halt   ask stage 0's leader (`Halt`) to begin no further step; it names the version at which every stage stops
-    save   at that version, have every member write its layers to its disk (`Save`), and other peers copies of ours
+    halt   ask stage 0's leader (`Halt`) to begin no further step; the answer is the version at which all stages stop
+    save   at that version, have every member write its layers to its disk (`Save`), and other peers keep copies of ours
     stay   if a new plan gives our place to another peer, wait until that peer holds our layers
 
-So the disks have a whole snapshot of one version, from which the run can go on, whether only we leave or all peers.
+So the disks have a complete snapshot of one version, from which the run can go on, whether only we leave or all peers.
 Uncommitted microbatches are computed again. Each of the three has a time limit; the whole departure has one, too.
 """
 
@@ -45,7 +45,7 @@ _POLL_S: Final = 0.02
 
 
 class Departure:
-    """The departure of one peer, and its answers to other peers that leave."""
+    """Lets one peer leave, and answers other peers that leave."""
 
     def __init__(self, services: Services) -> None:
         self._endpoint, self._clock, self._spec = services.endpoint, services.clock, services.spec

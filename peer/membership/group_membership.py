@@ -60,7 +60,7 @@ _CHUNKS_AT_ONCE: Final = 8
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
-    """Make the part of a member's core that decides on commits. Args: has_loss: True in the last stage's group."""
+    """Make the commit logic for a member's core. Args: has_loss: True in the last stage's group."""
     spec = services.spec
     return GroupCore(
         me=services.endpoint.peer_id,
@@ -82,7 +82,7 @@ Renew = Callable[[], None]
 
 class GroupMembership(ABC):
     """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer. It alone
-    passes events to the core (`handle`), and carries out the core's commands."""
+    passes events to the core, the member's decision logic (`handle`), and carries out the core's commands."""
 
     def __init__(self, services: Services, renew: Renew, core: MemberCore, runtime: Shard, *, incarnation: int) -> None:
         endpoint = services.endpoint
@@ -125,7 +125,7 @@ class GroupMembership(ABC):
     # --- the one door ---
 
     def handle(self, event: events.Event) -> None:
-        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: a bad event."""
+        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: the event is bad."""
         if self._closed:
             return
         try:
@@ -243,7 +243,7 @@ class GroupMembership(ABC):
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness. Peers of a plan that no longer names us belong to them: they may wait
+        """The peers to tell about our readiness. They include peers of a plan that no longer names us, which may wait
         for our last presence update."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.group_peers, group.draining) for peer in peers)
@@ -311,7 +311,7 @@ class GroupMembership(ABC):
             self.witnesses.look(self.state)
 
     def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
-        """Take a peer's presence update."""
+        """Apply a presence update of `peer`."""
         self.handle(events.PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
@@ -436,7 +436,7 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send our gradient sum in pieces, add up our share of it, and take pieces that came early."""
+        """Run a round: send our gradients, add up our part of the group's sum, and take pieces that came early."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
             return  # our step has begun already: the members of this attempt will catch up with us

@@ -33,7 +33,7 @@ _RETRY_S = 1.0
 
 
 class Joining:
-    """Gets the state of one member of a group, of a stage or an expert.
+    """Gets one member of a group (a stage's or an expert's) its state.
 
     Args:
         core: the member's decision logic, which has the newest plan that the member follows.
@@ -66,7 +66,7 @@ class Joining:
         return self._progress if of_light is None else of_light
 
     def stepped(self) -> None:
-        """Note that the pipeline has stepped."""
+        """Record that the pipeline has made a step."""
         self._stepped.set()
 
     async def run(self, plan: Plan, learner: Learner | None = None) -> None:

@@ -25,7 +25,7 @@ HOLDS_PLACE_S: Final = 10.0
 
 
 class Pausing:
-    """The pauses of one peer."""
+    """Pauses and resumes one peer."""
 
     def __init__(self, clock: Clock, life: Life, parts: Parts, neighbours: Neighbours) -> None:
         self._clock, self._life, self._parts, self._neighbours = clock, life, parts, neighbours

@@ -67,7 +67,7 @@ class Neighbours:
             self._parts.stage.experts_at(self._endpoint.peer_id, self._own.presence())
 
     def drains(self, peer: PeerID, stage: int | None) -> bool:
-        """True if the last update of `peer` says that it is at `stage` and drains."""
+        """True if the last update of `peer` says that it drains at `stage` (None: at no stage)."""
         presence = self._presences.get(peer)
         return presence is not None and presence.draining and presence.stage == (-1 if stage is None else stage)
 
@@ -109,7 +109,7 @@ class Neighbours:
                 self.forget(peer)
 
     def count_out(self, before: Plan, plan: Plan) -> None:
-        """Forget the members that plans have dropped after `before`, even a plan that we have never seen."""
+        """Forget the members that plans after `before` have dropped, even plans that we have not seen."""
         for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
             # A member that was to move elsewhere did not leave on its own: it died on the way.
             drains = self.drains(peer, before.stage_of(peer)) and not plan.has(peer)

@@ -45,7 +45,8 @@ class Reports:
         self._unsound: set[PeerID] = set()
 
     def take_commits(self) -> tuple[CommitReport, ...]:
-        """Take out as many commit reports as a heartbeat carries, oldest first. The caller must deliver them."""
+        """Remove and return as many commit reports as a heartbeat carries, oldest first. The caller must deliver
+        them."""
         taken, self._commits = (
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
