@@ -181,8 +181,8 @@ class LinkMeter:
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
-        """Record a probe's result, which measures the bytes that really arrive. If another link was sending at the same
-        time, the probe counts only if it was faster than earlier ones. Args: since: `mark` before the probe.
+        """Record the result of a probe: the rate at which its bytes really arrived. If another link was sending at the
+        same time, the probe counts only if it was faster than earlier ones. Args: since: `mark` before the probe.
 
         Returns: True if the probe counts and is far below earlier ones. Then another probe shows whether the link has
             become slow or was busy."""
@@ -195,7 +195,7 @@ class LinkMeter:
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self, beside: Collection[PeerID] = ()) -> float | None:
-        """Count as a probe, for each link that was busy for long, its traffic since the last call, if our network card
+        """Count the traffic since the last call as a probe of each link that was busy for long, if our network card
         could have carried twice as much in all.
 
         Args: beside: peers on our machine, which may send as much as we do over the same card. Traffic to them does not

@@ -159,8 +159,8 @@ class Joining:
         return state.layers
 
     def _to_ask(self) -> list[PeerID]:
-        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan. It may name a
-        host, or a keeper of a copy, that was away when the era began."""
+        """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan. That plan may
+        name a host, or a keeper of a copy, that was away when the era began."""
         me = self._endpoint.peer_id
         return [me, *(peer for peer in self._core.plan.members if peer != me)]
 

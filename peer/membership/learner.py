@@ -291,7 +291,7 @@ class Learner:
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
-        """Step the layers `due` in one job. In a job of its own, each layer would wait for a microbatch's job."""
+        """Step the layers `due` in one job. Separate jobs would each wait for a microbatch's job."""
         ends = list(itertools.accumulate(self._sizes.values()))
         parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
         left = list(due)

@@ -45,8 +45,7 @@ class Reports:
         self._unsound: set[PeerID] = set()
 
     def take_commits(self) -> tuple[CommitReport, ...]:
-        """Remove and return as many commit reports as a heartbeat carries, oldest first. The caller must deliver
-        them."""
+        """Remove and return the oldest commit reports, as many as a heartbeat carries. The caller must deliver them."""
         taken, self._commits = (
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
