@@ -35,7 +35,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class PeerDriver:
-    """One peer of one run. Nothing is sent before a plan is obeyed.
+    """One peer of one run. It sends nothing before it obeys a plan.
 
     Args:
         arithmetic: the peer's computations on tensors; without the run's text the peer is never at stage 0.
@@ -105,7 +105,7 @@ class PeerDriver:
 
     def begin_with(self, weights: InitialWeights | None) -> None:
         """Set the source of the run's initial weights on this machine (with adapters: of the base model's weights).
-        None: this machine has no copy of them."""
+        None: this machine has no copy of these weights."""
         self._layers.begin_with(weights)
 
     # --- life ---
@@ -146,7 +146,7 @@ class PeerDriver:
     # --- with the coordinator ---
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """Follow a plan that is in force and newer than all plans before. Args: predecessor: the plan before it, if the
+        """Follow a plan that is in force and newer than all plans before. Args: predecessor: the preceding plan, if the
         caller has it; a newcomer learns from it which peers may still drain."""
         before = self._plans.newest
         if before is None or before.term != signed.plan.term:
@@ -171,7 +171,7 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last one. The caller must make sure that it arrives."""
+        """Return a heartbeat with the reports since the last heartbeat. The caller must make sure that it arrives."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(
@@ -204,7 +204,7 @@ class PeerDriver:
         )
 
     def save_at(self, version: int) -> None:
-        """Write a snapshot at `version`: the coordinator wants one of every stage."""
+        """Write a snapshot at `version`, because the coordinator wants a snapshot of every stage."""
         if self.replica is not None and version > self.replica.version:
             self._layers.archive.want(version)
 
@@ -217,6 +217,6 @@ class PeerDriver:
         self._links.measure(peers, beside)
 
     def look_at_links(self) -> None:
-        """Measure our links by their traffic. The coordinator asks for it when the run is slower than its figures
-        explain: a slow link may be too busy to be probed."""
+        """Measure our links by their traffic. The coordinator asks for this when the run is slower than the measured
+        figures explain: a slow link may be too busy to be probed."""
         self._links.look()

@@ -122,8 +122,8 @@ def train(
 
 
 def _units(spec: RunSpec) -> list[tuple[str, tuple[str, ...]]]:
-    """Return (layer, tensor names) of each unit that is clipped by a norm of its own. A tied matrix counts only in the
-    embedding's unit."""
+    """Return (layer, tensor names) of each unit: the tensors that are clipped by one norm. A tied matrix counts only in
+    the embedding's unit."""
     units = [(key, unit) for key in all_layer_keys(spec.model) for unit in unit_keys(spec.model, key)]
     names = [(key, state_layout(spec, unit).names) for key, unit in units]
     return [(key, tuple(n for n in some if not (spec.trains_tied and n == HEAD_MATRIX))) for key, some in names]
@@ -161,7 +161,7 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
 
 
 def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
-    """Return the loss in nats a token, weighted: a step's mean over microbatches is its mean over tokens."""
+    """Return the loss in nats a token, weighted: the mean over a step's microbatches is the mean over its tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)
@@ -179,7 +179,7 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
 
 
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizer; for Muon two of them, of which AdamW has all parameters but the hidden matrices."""
+    """Return torch's optimizers: one, or two for Muon. Then AdamW has all parameters but the hidden matrices."""
     tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
     tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix occurs twice
     if run.optimizer.name != "muon":

@@ -1,4 +1,4 @@
-"""Errors of this peer's tasks: after the first of them the peer cannot go on."""
+"""Errors of this peer's tasks: the first error ends the peer's work."""
 
 import asyncio
 import logging
@@ -19,6 +19,6 @@ class Failures:
             self.first.set_exception(error)
 
     def add_from(self, task: "asyncio.Task[None]") -> None:
-        """Add the error of a task that has ended, if it ended with one."""
+        """Add the error with which a task has ended, if any."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self.add(error)

@@ -1,4 +1,4 @@
-"""Messages that are resent until they reach their peer, in order; under each key only the latest message counts."""
+"""Messages that are resent, in order, until they reach their peer. A newer message replaces one with the same key."""
 
 import asyncio
 import logging
@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 class Outbox:
     """One queue and one sender task per peer. A new message removes an unsent one under the same key and goes to the
     end of the queue, since it may refer to messages that were posted in between. Sending to an unreachable peer is
-    retried until `forget`."""
+    retried until `forget` is called."""
 
     def __init__(
         self,
@@ -45,11 +45,12 @@ class Outbox:
             self._senders[peer] = task
 
     def is_empty(self, peer: PeerID) -> bool:
-        """True if no message to `peer` waits in its queue; one may be under way."""
+        """True if no message to `peer` waits in its queue; one message may still be on its way."""
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone, and cancel the call under way: it could delay its successor's."""
+        """Drop all messages to a peer that is gone, and cancel the call under way, which could delay calls to its
+        successor."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

@@ -22,7 +22,7 @@ class _Obeyed:
 
 
 class Plans:
-    """The plan in force, and each earlier plan as long as peers that it places may still drain."""
+    """The plan in force, and earlier plans: each is kept as long as peers that it places may still drain."""
 
     def __init__(self, clock: Clock) -> None:
         self.signed: SignedPlan | None = None
@@ -36,7 +36,7 @@ class Plans:
         return self.signed.plan if self.signed is not None else None
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """Put a plan in force. Args: predecessor: the plan before it, which shows a newcomer the draining peers."""
+        """Put a plan in force. Args: predecessor: the preceding plan, which shows a newcomer the draining peers."""
         self.signed = signed
         now_s = self._clock.now_s()
         for plan in (predecessor.plan if predecessor is not None else None, signed.plan):
@@ -86,7 +86,7 @@ class Plans:
 
 
 def _held_by(plan: Plan, group: int) -> tuple[int, int, int] | None:
-    """Return (first layer, end layer, expert or -1 for a stage) of a group; None: there is no such group."""
+    """Return a group's (first layer, end layer, expert; -1: it is a stage). None: no such group."""
     stages = len(plan.stages)
     if group < stages:
         return (*plan.stages[group].layers, -1)

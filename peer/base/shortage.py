@@ -9,7 +9,7 @@ _WORDS: Final = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_AL
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if a job failed for lack of memory: it may be tried again once memory is free."""
+    """True if `error` says that a job had too little memory; the job may be tried again once memory is free."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)

@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Tasks:
-    """Spawns tasks; `on_failure` gets their exceptions, since no other task awaits them."""
+    """Spawns background tasks; `on_failure` gets their exceptions, since no other task awaits these tasks."""
 
     def __init__(self, on_failure: Callable[[BaseException], None]) -> None:
         self._on_failure = on_failure

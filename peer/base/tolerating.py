@@ -1,4 +1,4 @@
-"""Continues after another peer has failed to answer a request."""
+"""Lets code go on after another peer has failed to answer a request."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ from shoal.protocol.errors import Refused, RemoteError, Unreachable
 
 
 class Tolerating:
-    """A `with` block that ends early, without an error, if a peer is unreachable, refuses, or breaks the protocol. The
-    log gets `what` and the reason."""
+    """A `with` block that ends early, without an error, if a peer is unreachable, refuses, or breaks the protocol.
+    `what` and the reason are then logged."""
 
     def __init__(self, log: Callable[[str], None], what: str) -> None:
         self._log, self._what = log, what

@@ -1,4 +1,4 @@
-"""Snapshots on this peer's disk: of the layers that it trains, and copies that it keeps for other stages.
+"""Snapshots on this peer's disk: of the layers that the peer trains, and copies that it keeps for other stages.
 
 Every few steps two members of each group write the group's state, and each asks a peer outside the group to keep a
 copy. If the last holder of a layer dies, the coordinator sees from the heartbeats (`holdings`) which version is
@@ -37,7 +37,7 @@ _COMPLAIN_S = 60.0
 
 
 class Archive:
-    """Snapshots of one run on one peer's disk. Args: disk: None: nothing is kept."""
+    """Snapshots of one run on one peer's disk. Args: disk: holds the snapshots; None: nothing is kept."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Archive:
 
     @property
     def has_lost_all(self) -> bool:
-        """True if snapshots were written here before, and none of them can be read."""
+        """True if earlier processes wrote snapshots here, and none of these can be read."""
         return self._saved > 0 and not self._stored
 
     @property
@@ -104,7 +104,7 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if every member of a group signs its layers at this version, because snapshots of it are written."""
+        """True if every member signs its group's layers at this version, because snapshots of it are written."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -119,15 +119,16 @@ class Archive:
             del self._wanted[next(iter(self._wanted))]
 
     def has(self, keys: Iterable[str], *, era: int, version: int) -> bool:
-        """True if one snapshot here has all these layers."""
+        """True if one snapshot here, of (era, version), has all the layers `keys`."""
         return any(stored.age == (era, version) and set(keys) <= set(stored.keys) for stored in self._stored.values())
 
     def follow(self, plan: Plan) -> None:
-        """Keep the versions that this plan certifies, whatever other snapshots are written later."""
+        """Never remove the versions that this plan certifies, whatever snapshots are written later."""
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return (era, version) of the snapshots here of exactly these layers that are newer than `age`, sorted."""
+        """Return (era, version), sorted, of the snapshots here that are newer than `age` and of exactly these
+        layers."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
@@ -137,9 +138,9 @@ class Archive:
                 await self._run_blocking(read)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """Return True if this peer may load the state with which `era` begins, as a member of `group`. It may do so
-        once per group and process, and not if it knows that the era is under way (`note_era`): then the other members
-        have gone on."""
+        """Return True if this peer may load the state with which `era` begins, as a member of `group`. The peer may do
+        so once per group and process. It may not if it knows that the era is under way (`note_era`), because the other
+        members have gone on."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -150,7 +151,7 @@ class Archive:
         return True
 
     async def note_era(self, era: int, version: int) -> None:
-        """Note that `era` is under way: it has reached `version`, which is later than its first version."""
+        """Record that `era` is under way: the run has reached `version`, later than the era's first version."""
         if era > self.era_begun:
             self.era_begun, self._groups_begun = era, set()
         if not self.keeps or era <= self._noted[0]:
@@ -163,7 +164,7 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """Note that we leave at `version`, which is saved; as far as we know the run has not gone further."""
+        """Record that we leave at `version`, which is saved, and that the run has gone no further as far as we know."""
         if self.keeps:
             self._noted = (era, version)
             await self._run_blocking(self._note_saved)
@@ -214,15 +215,15 @@ class Archive:
 
     def may_thin(self, safe: tuple[int, int]) -> bool:
         """True if there are snapshots before `safe` (era, version) that may be removed. A coordinator is not believed
-        if no plan certifies `safe`, or if it is newer than all of our snapshots."""
+        if no plan certifies `safe`, or if `safe` is newer than all of our snapshots."""
         ages = self._ages
         if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
             return False
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove snapshots before `safe`, also those of layers that we no longer train. Keep those of older eras to
-        which the run may return."""
+        """Remove snapshots before `safe`, even of layers that we no longer train. Keep snapshots of older eras to which
+        the run may return."""
 
         def thin() -> None:
             self._remove(safe)
@@ -233,7 +234,7 @@ class Archive:
                 await self._run_blocking(thin)
 
     async def read(self, era: int, version: int, keys: tuple[str, ...]) -> dict[str, LayerState]:
-        """Read those of the layers `keys` that undamaged snapshots of (era, version) here contain."""
+        """Return those of the layers `keys` that undamaged snapshots of (era, version) on this disk contain."""
         found: dict[str, LayerState] = {}
         for stored in sorted(self._stored.values(), key=lambda stored: stored.path):
             wanted = tuple(key for key in keys if key in stored.keys and key not in found)
@@ -257,7 +258,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Replace the stored layers by `layers`, float32 on the host. If that fails, they will be fetched again."""
+        """Store `layers`, float32 on the host, in place of those stored before. A failure costs a second fetch."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
@@ -276,8 +277,8 @@ class Archive:
         await self._with_partial(write, "keep layers, which will be fetched again")
 
     async def take_partial(self, era: int, keys: Collection[str]) -> dict[str, LayerAt]:
-        """Read and remove the layers that an earlier process has stored. Return the undamaged ones that are of this
-        era and in `keys`, on the host."""
+        """Read and remove the layers that an earlier process has stored. Return, on the host, the undamaged ones among
+        `keys` that are of this era."""
         taken: dict[str, LayerAt] = {}
 
         def take() -> None:
@@ -359,7 +360,7 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete layer groups that the last ten snapshots, up to `age`, do not contain; `thin` handles older eras."""
+        """Delete snapshots of layer groups that the last ten snapshots up to `age` lack; `thin` removes older eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:
@@ -383,14 +384,14 @@ class Archive:
             self._complain(f"cannot {what}: {error.strerror or error}")
 
     def _complain(self, text: str) -> None:
-        """Log at most once a minute: a full disk stays full."""
+        """Log `text`, at most once a minute, because a full disk stays full."""
         if self._clock.now_s() >= self._complained_s + _COMPLAIN_S:
             self._complained_s = self._clock.now_s()
             logger.error("%s", text)
 
 
 def _name(keys: Iterable[str]) -> str:
-    """Return the name of the folder for snapshots of these layers; it is the same for all peers."""
+    """Return the folder's name for snapshots of these layers, which is the same on all peers."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"
 
@@ -404,8 +405,8 @@ ERAS_KEPT: Final = 2
 class PastEras:
     """Chooses the past eras of which one peer still keeps snapshots, so that the run can return to them.
 
-    A roll-back may have been a mistake. So the last snapshots of an older era stay until the new era has its own on
-    enough disks, and for a week at least, for `shoal recover --era`. If there are too many older eras, those with the
+    A roll-back may have been a mistake. So the last snapshots of an older era stay for `shoal recover --era`: until the
+    new era has snapshots on enough disks, and for a week at least. If there are too many older eras, those with the
     lowest last version are removed first. Args: path: the file with the times when eras ended.
     """
 
@@ -415,7 +416,7 @@ class PastEras:
         """Era -> wall-clock time when a snapshot of a later era was first written here."""
 
     def recall(self, disk: Disk) -> None:
-        """Read from the file when eras ended. Raises: OSError."""
+        """Read the times when eras ended from the file. Raises: OSError."""
         try:
             lines = disk.read(self._path).decode(errors="replace").splitlines()
         except FileNotFoundError:
@@ -428,7 +429,7 @@ class PastEras:
                 continue  # a torn line: that era's week begins when it is seen again
 
     def note(self, disk: Disk, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
-        """Note that all eras in `ages` but the newest have ended. Args: ages: (era, version). Raises: OSError."""
+        """Record that all eras in `ages`, (era, version), have ended, except the newest. Raises: OSError."""
         eras = {era for era, _ in ages}
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
         if not ended:
@@ -438,7 +439,7 @@ class PastEras:
         replace_file(disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
-        """Return the older eras in `ages` that keep their snapshots."""
+        """Return the older eras in `ages` whose snapshots this peer keeps."""
         versions = dict(sorted(ages))  # the last version of each era
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]

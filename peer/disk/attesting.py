@@ -2,7 +2,7 @@
 group's members have signed.
 
 A member signs its group's layers at every version of which snapshots are written. After a restart a peer also signs the
-saved layers of its places that are on its disk: all other members may have restarted too, and lost their signatures.
+saved layers that its disk has of its groups: all other members may have restarted too, and lost their signatures.
 """
 
 import logging
@@ -48,7 +48,7 @@ class Attesting:
 
     @property
     def told(self) -> tuple[Attested, ...]:
-        """The signatures of states that no plan certifies yet, for heartbeats."""
+        """Our signatures of states that no plan certifies yet; heartbeats report them."""
         return tuple(word for at, word in self._signed.items() if word is not None and at not in self._certified)
 
     def follow(self, plan: Plan) -> None:
@@ -56,7 +56,7 @@ class Attesting:
         self._certified = frozenset((entry.age, entry.keys) for entry in plan.certified)
 
     async def sign(self, state: StageState, *, era: int) -> None:
-        """Sign a state to which we have stepped, or that is on our disk."""
+        """Sign a state that we have reached by a step, or that is on our disk."""
         age, keys = (era, state.version), tuple(state.layers)
         if (age, keys) in self._signed or (age, keys) in self._certified:
             return
@@ -72,7 +72,7 @@ class Attesting:
         self._reports.hurry()
 
     async def sign_stored(self, plan: Plan) -> None:
-        """Sign the layers of our places that an earlier process of this peer has saved, if no plan certifies them."""
+        """Sign our groups' layers that an earlier process of this peer has saved, if no plan certifies them."""
         for group in plan.groups_of(self._endpoint.peer_id):
             keys = group_keys(self._model, plan, group)
             newest = max((age for age, of in self._certified if of == keys), default=(-1, 0))

@@ -55,7 +55,7 @@ class DamagedSnapshot(LocalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSnapshot:
-    """A snapshot as its manifest describes it; its layers are not checked."""
+    """A snapshot as its manifest describes it; its layer files have not been checked."""
 
     path: PurePosixPath
     run: str
@@ -184,8 +184,8 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Col
 
 
 def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
-    """Remove a run's snapshots whose (era, version) `is_old`, and unfinished ones; then `folder`, if it is empty. No
-    process may be writing to it. Raises: OSError."""
+    """Remove those snapshots of a run for which `is_old((era, version))` is true, and unfinished ones. Then remove
+    `folder` if it is empty. No process may be writing to it. Raises: OSError."""
     _remove(disk, folder, [name for name in disk.list(folder) if (age := _age(name, run)) is not None and is_old(age)])
     if set(disk.list(folder)) <= {LOCK_NAME}:
         disk.remove_tree(folder)
@@ -243,7 +243,7 @@ def look_at(disk: Disk, path: PurePosixPath) -> StoredSnapshot:
 
 
 def without_damaged(disk: Disk, stored: Iterable[StoredSnapshot], *, on_damage: OnDamage) -> list[StoredSnapshot]:
-    """Return `stored` without damaged snapshots. In each folder, snapshots are checked byte by byte from the newest on,
+    """Return `stored` without damaged snapshots. In each folder, snapshots are checked byte by byte, newest first,
     until one is undamaged; older ones are not checked."""
     newest_first = sorted(stored, key=lambda found: (found.age, found.path), reverse=True)
     left, has_sound = [], set[PurePosixPath]()
@@ -338,8 +338,8 @@ def _read_file(disk: Disk, path: PurePosixPath, name: str) -> bytes:
 
 
 def _age(name: str, run: str = "") -> tuple[int, int] | None:
-    """Return (era, version) from the name of a snapshot's folder. None: it is another folder, or of another run than
-    `run`; an empty `run` is any."""
+    """Return (era, version) from the name of a snapshot's folder. None: not a snapshot, or not one of `run` (if `run`
+    is empty, any run will do)."""
     found = SnapshotName.parse(name)
     if found is None or run not in ("", found.run):
         return None

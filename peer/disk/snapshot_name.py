@@ -17,7 +17,7 @@ class SnapshotName(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "SnapshotName | None":
-        """Parse the name of a folder; None: it is not the name of a snapshot."""
+        """Parse the name of a folder; None: the folder is no snapshot."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None

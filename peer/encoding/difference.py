@@ -1,8 +1,9 @@
 """Encodes the exact difference between two versions of bf16 weights, with one byte for most numbers.
 
-All bf16 numbers are numbered in order (-0 next below 0), and the distance between the numbers of a weight's two
-versions is sent as int8. A weight that moves further, as a weight near 0 may, is marked, and its new bits follow at the
-end: of weights of 0.02 that move by 3e-4, one in a hundred. The code is lossless, so no error grows from step to step.
+All bf16 values are numbered in order (-0 next below 0). For each weight, the distance between the numbers of its two
+versions is sent as int8. A weight that moves too far for int8, as a weight near 0 may, is marked, and its new bits
+follow at the end. If weights of 0.02 move by 3e-4, one in a hundred is marked. The code is lossless, so no error grows
+from step to step.
 
 C numbers of one chunk
 """
@@ -26,7 +27,7 @@ def changed(before_C: Tensor, difference_B: Tensor) -> Tensor:
     """Apply a difference to the earlier version, and return the later version, bfloat16 [C].
 
     Args: difference_B: uint8, from `difference`.
-    Raises: ValueError: not a difference of C numbers, or one that leads out of the range of bf16.
+    Raises: ValueError: the bytes are no difference of C numbers, or lead out of the range of bf16.
     """
     size = before_C.numel()
     short_C = difference_B[:size].view(torch.int8)
@@ -48,5 +49,5 @@ def _places(values_C: Tensor) -> Tensor:
 
 
 def _bits(values_C: Tensor) -> Tensor:
-    """Return the bits as int16 [C]: a NaN that is copied as a float may change its bits."""
+    """Return the numbers' bits as int16 [C]: a NaN that is copied as a float may change its bits."""
     return values_C.contiguous().view(torch.int16)

@@ -20,8 +20,8 @@ SIZES_MAX: Final = 2
 
 
 class Recycling:
-    """Gives out float32 vectors in the host's memory. The memory comes back when nothing refers to the vector or to a
-    part of it any more.
+    """Gives out float32 vectors in the host's memory. A vector's memory comes back when nothing refers to the vector or
+    a part of it any more.
 
     Thread-safe: each operation on the lists and the dictionary here is one that the interpreter does atomically."""
 
@@ -44,7 +44,7 @@ class Recycling:
         return torch.from_numpy(lease)  # its storage refers to the lease, and each part of it to its storage
 
     def clear(self) -> None:
-        """Return to the system all memory that has come back."""
+        """Free all memory that has come back: return it to the system."""
         self._free.clear()
 
     def take_back(self, memory: Any) -> None:

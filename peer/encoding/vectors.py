@@ -1,5 +1,5 @@
 """Flat float32 vectors (gradient sums, layer states) between the device and the network: holds them in the host's
-memory, cuts them into pieces, and turns these into bytes and back. A simulated peer that models its tensors replaces
+memory, cuts them into pieces, and turns pieces into bytes and back. A simulated peer that models its tensors replaces
 `Vectors`.
 """
 
@@ -30,8 +30,8 @@ class Vectors:
 
     Args:
         host: the device on which vectors are summed and from which they are sent.
-        chunk_bytes: the size of the largest piece, as float32.
-        sums: formats in which the pieces of a round are sent.
+        chunk_bytes: the largest piece's size in bytes, as float32.
+        sums: the formats in which a round's pieces are sent.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Vectors:
         return self.empty(size).zero_()
 
     def free(self) -> None:
-        """Free the memory that is kept for later vectors."""
+        """Free the memory that is kept for reuse by later vectors."""
         self._recycling.clear()
 
     def on_host(self, values_N: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class Vectors:
 
     def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
         """Encode a float32 piece of a round. bf16 rounds to nearest; formats of few bits round stochastically. Args:
-        key: the seed of that rounding, unique to this piece, so that it always gets the same bytes."""
+        key: the seed of the stochastic rounding, unique to this piece, so that the piece always gets the same bytes."""
         if form in DTYPES:
             return _payload(values_C, DTYPES[form])
         payload_B = codec.encode(values_C.detach(), codec.FORMATS[form], key=key)
@@ -97,15 +97,15 @@ class Vectors:
         return codec.decode(payload_B, size, codec.FORMATS[form])
 
     def is_within(self, values_C: Tensor, largest: float) -> bool:
-        """True if every number is finite and at most `largest` in magnitude. It takes one pass and no copy."""
+        """True if every number is finite and at most `largest` in magnitude. The check takes one pass and no copy."""
         if not values_C.numel():
             return True
         least, most = values_C.aminmax()  # NaN if any number is
         return bool((least >= -largest) & (most <= largest))
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Round a piece of a mean in place to the numbers that its receivers will decode. Returns: in formats of few
-        bits its bytes, since `piece_payload` would round a second time; else None."""
+        """Round a piece of a mean in place to the numbers that its receivers will decode. Returns: the piece's bytes if
+        the format has few bits, since `piece_payload` would round a second time; else None."""
         if form in DTYPES:
             if form != "fp32":
                 mean_C.copy_(mean_C.to(DTYPES[form]))
@@ -123,8 +123,8 @@ class Vectors:
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
-        """Add the gradients of a tied matrix in place. Each part `spans` of a reduced gradient, float32 [N], is set to
-        the part at `spans[0]` plus all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
+        """Add the gradients of a tied matrix in place. Each slice in `spans` of a reduced gradient, float32 [N], is set
+        to the slice `spans[0]` plus all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
         total_n = mean_N[spans[0]].clone()
         for other_n in others_n:
             total_n += other_n

@@ -80,7 +80,7 @@ class BaseLayers:
     async def get(
         self, keys: Sequence[str], holders: Sequence[PeerID], *, group_peers: Collection[PeerID] = ()
     ) -> Mapping[str, Tensor]:
-        """Return the layers `keys`. Missing layers are fetched one by one, so that the fetched ones stay if one fails.
+        """Return the layers `keys`. Missing layers are fetched one by one, so that a failure loses no fetched layer.
 
         Args: holders: peers to ask. group_peers: peers that need the same layers now; each passes on what it gets.
         Raises: Unreachable, Refused, RemoteError: no peer has sent one of the layers.
@@ -136,7 +136,7 @@ class BaseLayers:
         return stored
 
     async def _from_head(self, key: str) -> Tensor | None:
-        """Return the embedding from a stored head, if the model is tied: its head begins with the embedding."""
+        """Return the embedding, cut from a stored head (a tied model's head begins with it); None: no usable head."""
         if key != EMBED or not self._spec.model.tied:
             return None
         head = self._in_memory[HEAD] if HEAD in self._in_memory else await self._from_disk(HEAD)

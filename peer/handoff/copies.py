@@ -1,4 +1,4 @@
-"""Copies of a group's state on peers outside the group: chooses these keepers, and keeps copies for other groups."""
+"""Copies of a group's state on peers outside the group (keepers): chooses keepers, and keeps others' copies."""
 
 import asyncio
 import logging
@@ -68,8 +68,8 @@ class Copies:
         self._endpoint.on(Keep, self._on_keep)
 
     def preserve(self, group: int, state: StageState, *, rank: int, num_ready: int) -> None:
-        """Save `state` and have it copied, if a snapshot of its version is due and we are one of the first `WRITERS`
-        members. Args: rank: our rank in the group; num_ready: the group's ready members."""
+        """Save `state` and have it copied, if a snapshot of the state's version is due and we are one of the first
+        `WRITERS` members. Args: rank: our rank in the group; num_ready: the group's ready members."""
         if self._archive.is_due(state.version) and rank < WRITERS:
             # If the group has one member, that member asks for both copies.
             copies = [rank] if num_ready > 1 else list(range(WRITERS))
@@ -91,7 +91,7 @@ class Copies:
             self._given[group] += await self._offer(group, state, copies)
 
     async def save(self, group: int, state: StageState) -> bool:
-        """Sign `state`, and write it to our disk unless the disk has it. Returns: True if the disk has it now."""
+        """Sign `state`, and write it to our disk if it is not there yet. Returns: True if it is there now."""
         await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
@@ -115,7 +115,7 @@ class Copies:
     ) -> list[tuple[PeerID, int]]:
         """Ask peers outside the group to keep copies of `state`. Returns: (keeper, version) of each copy.
 
-        Args: copies: the numbers of the copies to ask for, out of `WRITERS`; is_awaited: we leave after the copies are
+        Args: copies: indices, below `WRITERS`, of the copies to ask for. is_awaited: we leave after the copies are
             made, so they are not sent at the lowest priority."""
         plan = self._plans.newest
         if plan is None:
@@ -174,7 +174,7 @@ class Copies:
 
 
 def moves_on(plan: Plan, group: int) -> bool:
-    """True if the plan's next layout gives each layer of the stage `group` to some peer that does not hold it now."""
+    """True if, in the plan's next layout, each layer of the stage `group` has a peer that does not hold it now."""
     if group >= len(plan.stages):
         return False
     stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}

@@ -64,8 +64,8 @@ class Unfinished:
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Number of elements that have arrived, out of `total` (0 while holders are asked). A layer that is fetched again
-    counts from zero again."""
+    """Number of elements that have arrived, out of `total` (0 while holders are asked). When a layer is fetched again,
+    its count begins at zero again."""
 
     done: int = 0
     total: int = 0
@@ -202,7 +202,7 @@ class StateFetcher:
         voters: Sequence[PeerID] | None,
         at_least: int,
     ) -> dict[PeerID, StateOffer]:
-        """Return the offers of one version, and set `_version` to it."""
+        """Return the offers of one version, and set `_version` to that version."""
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
@@ -236,8 +236,8 @@ class StateFetcher:
         return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
     def _choose(self, offers: dict[PeerID, StateOffer], only: Mapping[str, str]) -> dict[str, str]:
-        """Return each layer's most frequent digest. The holders that offer it become the layer's sources.
-        Args: only: layer -> the only digest that may be chosen."""
+        """Return each layer's digest that most holders offer. These holders become the layer's sources. Args: only:
+        layer -> the only digest that may be chosen."""
         digests: dict[str, str] = {}
         said = {peer: dict(offer.digests) for peer, offer in offers.items()}
         for key in self._keys:
@@ -285,7 +285,7 @@ class StateFetcher:
             await self._fetch_ranges(left)
 
     async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
-        """Fetch the ranges in `left` from holders, group peers and carriers at once, and remove each from `left` when
+        """Fetch the ranges in `left` from holders, group peers and carriers at once. Remove each range from `left` when
         it arrives. Return when `left` is empty, or when every holder has failed.
 
         After a while, a holder that has no other range to send is also asked for the ranges that group peers or
@@ -343,7 +343,7 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a group peer bring the ranges that it owns, or a carrier those of a single holder."""
+            """Have a group peer bring the ranges that it owns, or a carrier the ranges of a single holder."""
             next_wanted = self._next_alone if carries else self._next_of_group_peer
             while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True
@@ -386,7 +386,7 @@ class StateFetcher:
                 raise error
 
     async def _held_up(self, peer: PeerID, may_ask: asyncio.Event) -> None:
-        """Wait until the fetch may go on; every ten seconds, ask the holder once so that it keeps the version."""
+        """Wait until the fetch may go on; ask the holder every ten seconds, so that it keeps the version."""
         try:
             async with asyncio.timeout(10.0):  # without requests, the holder drops the version
                 await may_ask.wait()
@@ -394,8 +394,8 @@ class StateFetcher:
             await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
-        """True if a holder that has refused a range still offers the same state: while group peers brought the ranges,
-        it may have dropped the version for lack of requests."""
+        """True if a holder that has refused a range still offers the same state. It may have dropped the version
+        because we requested nothing while group peers brought the ranges."""
         offer = (await self._ask_all([peer], self._version)).get(peer)
         named = dict(offer.digests) if offer is not None else {}
         return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
@@ -429,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range that has a single holder; we ask that holder from the first range on."""
+        """Return the last range in `todo` that has only one holder, which sends us the first ones; None: none has."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -438,7 +438,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return the seconds from the start of the fetch during which `holder` is not asked for helpers' ranges."""
+        """Return for how many seconds after the fetch began `holder` is asked for none of the helpers' ranges."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 
@@ -447,7 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of it."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of the layer."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -2,11 +2,11 @@
 
 This begins with a plan that names the next layout (`Plan.next_layout`) and no version at which the present one ends.
 Each layer is fetched from a peer that trains it, at that peer's version. Then the layer is *replayed*: it makes the
-same steps as that peer's group. For each step only its part of the reduced gradient is fetched: a third of the layer's
-state, or a sixth as bf16. So when the layout ends, only the last step's gradient is missing. If gradients come faster
-than the line can carry them, fewer layers are replayed, and the others are fetched whole at the end. `Joining` then
-compares replayed layers with the holders' digests; a layer that differs is fetched whole, too. If a later plan drops
-the next layout, all fetched layers are dropped.
+same steps as that peer's group. For each step only the layer's part of the reduced gradient is fetched: a third of the
+layer's state, or a sixth as bf16. So when the layout ends, only the last step's gradient is missing. If gradients come
+faster than the line can carry them, fewer layers are replayed, and the others are fetched whole at the end. `Joining`
+then compares replayed layers with the holders' digests; a layer that differs is fetched whole, too. All fetched layers
+are dropped if a later plan drops the next layout.
 
 The layers lie in the host's memory. A peer fetches nothing ahead if its free memory is less than twice their size, or
 if the run places experts on their own.
@@ -68,11 +68,11 @@ class _Source:
         return self.peers[self.turn % len(self.peers)]
 
     def here(self, has: Mapping[str, LayerAt]) -> list[str]:
-        """Return the stage's layers that we have fetched, the one with the oldest version first."""
+        """Return those of the stage's layers that we have fetched, oldest version first."""
         return sorted((key for key in self.keys if key in has), key=lambda key: has[key].version)
 
     def coming(self, has: Mapping[str, LayerAt]) -> tuple[str, ...]:
-        """Return the stage's layers that we have yet to fetch during the layout."""
+        """Return those of the stage's layers that we have yet to fetch before the present layout ends."""
         return () if self.is_full else tuple(key for key in self.keys if key not in has)
 
     def begin_to_count(self) -> None:
@@ -105,7 +105,7 @@ class FetchingAhead:
 
     @property
     def unfetched_bytes(self) -> int:
-        """Bytes that have yet to be fetched, for heartbeats."""
+        """The number of bytes that have yet to be fetched; heartbeats report it."""
         ready = self._preparing
         if ready is None:
             return 0
@@ -184,7 +184,7 @@ class FetchingAhead:
     # --- while the layout lasts ---
 
     async def _get(self, ready: _Preparing, source: _Source) -> None:
-        """Fetch one layer after the other; before each, replay the steps that the fetched layers lack."""
+        """Fetch one layer after the other. Before each, replay the steps that the layers fetched so far lack."""
         while True:
             try:
                 here, newest = source.here(ready.has), -1
@@ -214,8 +214,9 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
-        """Make one step of one layer that its holder has made already. If the holder no longer keeps the gradient, drop
-        all layers at that version. They are fetched again from another holder, unless this has happened before."""
+        """Make one step of the layer `key` that its holder has made already. If the holder no longer keeps the
+        gradient, drop all layers at that version. They are fetched again from another holder, unless this has happened
+        before."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)
@@ -231,7 +232,7 @@ class FetchingAhead:
         return await self._endpoint.ask(source.peer, StateRequest(layers=(key,), ahead=True), StateOffer)
 
     async def _fetch(self, ready: _Preparing, source: _Source, key: str) -> int:
-        """Fetch a layer at its holder's version. Returns: that version."""
+        """Fetch the layer `key` at its holder's present version. Returns: the version."""
         version = (await self._offer(source, key)).version
         vectors = self._arithmetic.vectors
         tensors = [vectors.empty(size) for size in state_numels(self._spec, key)]
@@ -249,7 +250,7 @@ class FetchingAhead:
         return version
 
     async def _replay(self, ready: _Preparing, source: _Source, key: str) -> None:
-        """Make one step of one layer.
+        """Make one step of the layer `key`.
         Raises: Refused: the holder has not made the step, or no longer keeps its gradient."""
         at = ready.has[key]
         gradient_N = self._arithmetic.vectors.empty(state_layout(self._spec, key).numel)
@@ -270,8 +271,8 @@ class FetchingAhead:
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
         """Replay the last steps, and return the layers that have reached `version`, at which the layout of `era` ended.
-        The caller must compare them with the holders' digests. Args: members: the newest plan's; only they are
-        asked."""
+        The caller must compare them with the holders' digests. Args: members: the newest plan's members; no other peers
+        are asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}

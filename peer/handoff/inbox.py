@@ -1,8 +1,8 @@
 """Fetches ranges of a tensor from peers. A range arrives as chunks, one frame each; a chunk that no fetch expects is
 dropped.
 
-Two fetches may expect the same chunk from the same sender: one for a layer that we will hold, one for a copy that we
-keep. A chunk that arrives serves both.
+Two fetches may expect the same chunk from the same sender, for a layer that we will hold and for a copy that we keep. A
+chunk that arrives serves both fetches.
 """
 
 import asyncio
@@ -100,8 +100,8 @@ class ChunkInbox:
         into_N: Tensor,
         came: Callable[[int], None] = lambda num_elements: None,
     ) -> None:
-        """Fetch the whole tensor that `request` names into `into_N`, range by range in order. Call `came` with each
-        range's number of elements when it has arrived."""
+        """Fetch the whole tensor that `request` names into `into_N`, range by range in order. When a range has arrived,
+        call `came` with its number of elements."""
         todo = iter(ranges(into_N.numel(), self.vectors))
 
         async def work() -> None:
@@ -189,7 +189,7 @@ class ChunkInbox:
     async def _take_difference(
         self, source: PeerID, meta: StateChunk, payload: Payload, expected: tuple[_Expected, ...]
     ) -> None:
-        """Take a whole chunk as the difference from `before_N`."""
+        """Store a whole chunk that was sent as the difference from `before_N`."""
         for each in expected:
             size, before_N = each.size(meta.start, self.vectors.chunk), each.before_N
             if meta.start % self.vectors.chunk or before_N is None or not size <= len(payload) <= 3 * size:

@@ -22,10 +22,10 @@ from shoal.protocol.spec import RunSpec
 
 
 class InitialWeights(Protocol):
-    """A source of a run's initial weights, or of the base of adapters."""
+    """A store from which a run's initial weights, or the base of adapters, are read."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the requested layers that the source has: float32 [numel] each, in the layer's layout (with adapters
+        """Return the requested layers that the source has: float32 [numel] each, in the layer's layout (with adapters:
         in the form of `stored_base`). Raises: LocalError: the weights cannot be read any more."""
         ...
 
@@ -37,18 +37,18 @@ def weights_digest(param_N: Tensor) -> str:
 
 
 def begins_with_weights(spec: RunSpec) -> bool:
-    """True if version 0 of the trained state is not made from the seed. Adapters always are made from it, even if their
-    base has digests."""
+    """True if version 0 of the trained state is made from given weights, not from the seed. Adapters are always made
+    from the seed, even if their base has digests."""
     return bool(spec.initial.digests) and spec.adapter is None
 
 
 def begun_numel(spec: RunSpec, key: str) -> int:
-    """Return the count of numbers of a layer of the initial weights (with adapters: of the base) as it is sent."""
+    """Return how many numbers are sent for a layer of the initial weights (with adapters: of the base)."""
     return layer_layout(spec.model, key).numel if spec.adapter is None else base_numel(spec, key)
 
 
 def bare_layer(param_N: Tensor, vectors: Vectors = VECTORS) -> LayerState:
-    """Return a layer with empty moments, the form in which weights are sent alone."""
+    """Return a layer with empty moments: the form in which weights are sent without moments."""
     return vectors.layer_state(param_N, vectors.empty(0), vectors.empty(0))
 
 
@@ -58,8 +58,8 @@ def initial_digests(spec: RunSpec) -> Mapping[str, str]:
 
 
 def layers_of(keys: Sequence[str]) -> tuple[str, ...]:
-    """Return the whole layers that contain these units (parts of layers, such as an expert) or layers. Digests are of
-    whole layers, so whole layers are fetched."""
+    """Return the whole layers that contain `keys`, which are layers or parts of layers (such as an expert). Digests are
+    of whole layers, so whole layers are fetched."""
     return tuple(dict.fromkeys(".".join(key.split(".")[:2]) for key in keys))
 
 

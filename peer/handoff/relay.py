@@ -1,10 +1,10 @@
 """Shares the received ranges of one fetch with peers that fetch the same layers at the same time.
 
 At the end of a layout all members of a stage in the next one lack the same layers, and one peer may be the only holder.
-If each of n members fetched everything from it, the holder would send the state n times, over a line that may be the
-reason for the new layout. So each range has an **owner** among the fetching peers; all of them compute it alike,
-without a message. A peer fetches its own ranges from a holder, and every other range from its owner, which answers once
-it has the range. If an owner is slow, its ranges are fetched from a holder after all.
+If each of n members fetched everything from this holder, it would send the state n times, over a line whose slowness
+may be the reason for the new layout. So each range has an **owner** among the fetching peers; every fetching peer
+computes the same owners, without a message. A peer fetches its own ranges from a holder, and every other range from the
+range's owner, which answers once it has the range. If an owner is slow, its ranges are fetched from a holder after all.
 
 Ranges are not checked here: each fetching peer checks whole layers against their digests.
 """
@@ -47,7 +47,7 @@ class Relay:
     # --- calls of the fetch ---
 
     def begin(self, key: str, tensors: tuple[Tensor, Tensor, Tensor], *, whole: bool = False) -> None:
-        """Begin to receive a layer into these tensors. Args: whole: they are complete already."""
+        """Begin to receive the layer `key` into `tensors`. Args: whole: the tensors are complete already."""
         self.tensors[key], self.here[key] = tensors, set()
         if whole:
             self.here[key].update((index, start) for index, start, _ in self.ranges_of(key))
@@ -70,7 +70,7 @@ class Relay:
         self.done(void=failure is not None)
 
     def done(self, *, void: bool = False) -> None:
-        """End the fetch. Args: void: it has failed, and no range of it is sent any more."""
+        """End the fetch. Args: void: the fetch has failed; none of its ranges is sent any more."""
         self.is_done = True
         if void:
             self._is_void, self.until_s = True, 0.0
@@ -88,7 +88,7 @@ class Relay:
         return source in self.group_peers and at == self._at and request.layer in self.tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
-        """Return the tensor once it has the requested range; None: the range did not arrive within `patience_s`."""
+        """Return the requested tensor once the requested range is in it; None: not within `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while not self._is_void and not self._has(request):

@@ -1,4 +1,4 @@
-"""Gradients and layers that this peer keeps at the end of a layout, for their holders in the next one."""
+"""Gradients and layers that this peer keeps at the end of a layout, for peers that hold the layers in the next."""
 
 import asyncio
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ that lacks more fetches the state; a fourth step may end while the first one's g
 
 
 class GradientLog:
-    """The reduced gradients of the last steps of all groups of one peer, in one era (the versions since the last
+    """The reduced gradients of recent steps, for all groups of one peer, in one era (the versions since the last
     roll-back or repartitioning).
 
     When a layout is about to end, the peers of the next one prepare to hold its layers. Such a peer fetches a layer at
-    its present version and replays each later step, for which it needs only that layer's part of the reduced gradient.
+    its present version and replays each later step. For a step it needs only that layer's part of the reduced gradient.
     A gradient is kept until each such peer has replayed it.
     """
 
@@ -36,7 +36,7 @@ class GradientLog:
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:
-        """Follow a plan. Gradients are kept from the time when the layout is to end until the next one is under way."""
+        """Follow a plan. Gradients are kept from the announcement of a next layout until that layout is under way."""
         self.is_wanted = bool(plan.next_layout)
         is_last = plan.not_started and plan.restore_era == self._era
         if (self.is_wanted and plan.era == self._era) or is_last:
@@ -45,7 +45,7 @@ class GradientLog:
         self._steps, self._wanted_from = {}, {}
 
     def note(self, era: int, version: int, gradients: Mapping[str, Tensor]) -> None:
-        """Keep the reduced gradients, by layer, with which these layers have stepped to `version`."""
+        """Keep the reduced gradients, by layer, of the step to `version`."""
         if not self.is_wanted or era != self._era:
             return
         self._steps.setdefault(version, {}).update(gradients)
@@ -62,12 +62,12 @@ class GradientLog:
         return sum(4 * part_N.numel() for part_N in parts)
 
     def wants(self, peer: PeerID, version: int, *, at_least: bool = False) -> None:
-        """Note that `peer` will replay the steps to `version` and later ones. Args: at_least: it still wants the steps
-        that it wanted before, too."""
+        """Record that `peer` will replay the steps to `version` and later ones. Args: at_least: earlier steps that the
+        peer wanted before are still wanted."""
         self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
 
     async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:
-        """Return the gradient of the layer's step to `version`; None: dropped, or not made within `patience_s`."""
+        """Return the layer's gradient of the step to `version`; None: dropped, or not made within `patience_s`."""
         try:
             async with asyncio.timeout(patience_s):
                 while era == self._era and self.is_wanted and not self._has(version, key) and self._is_ahead(version):
@@ -87,7 +87,8 @@ class RetainedLayers:
     """The layers that this peer held when a layout ended, at one version of one era.
 
     A layout ends at a version that its plan names (`Plan.cutover_version`), and commits nothing later. The next layout
-    begins at that version. It is a new era, but the layers come from their former holders' memory, not from snapshots.
+    begins at that version. The next layout is a new era, but its layers come from their former holders' memory, not
+    from snapshots.
     """
 
     def __init__(self) -> None:
@@ -97,7 +98,7 @@ class RetainedLayers:
 
     @property
     def holding(self) -> Holding | None:
-        """The kept layers, for heartbeats."""
+        """The kept layers and their version, in the form that heartbeats report."""
         if not self._layers:
             return None
         return Holding(era=self._at[0], version=self._at[1], layers=tuple(self._layers))
@@ -113,7 +114,7 @@ class RetainedLayers:
         return self._layers if self._at == (era, version) else {}
 
     def follow(self, plan: Plan) -> None:
-        """Forget the kept layers if `plan` neither ends nor begins with them: all peers that need them have them."""
+        """Forget the kept layers once `plan` neither ends nor begins at their version: all peers have them."""
         ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
         if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
             self._begin((-1, 0))

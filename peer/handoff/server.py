@@ -1,7 +1,7 @@
 """Serves state to newcomers, to peers that keep a copy, and, after all holders of a layer have died, to all members.
 
-The requested version is pinned: kept for as long as peers ask for it (state is immutable, so a pin is a reference). It
-is served in ranges. Training does not stop meanwhile: holders go on committing, and keep the reduced gradients of the
+The requested version is pinned: kept for as long as peers ask for it (state is immutable, so a pin is a reference), and
+served in ranges. Training does not stop meanwhile: holders go on committing, and keep the reduced gradients of the
 steps after the oldest version that a newcomer fetches, so that the newcomer can replay these steps. A peer that keeps a
 copy does not replay steps: at a step a second, the gradients of a long transfer would be many times the state. An
 optimizer step destroys a state that is not pinned, so a request that comes during a step waits for the next version.
@@ -65,7 +65,7 @@ _Key = tuple[int, int]
 
 class _Pin:
     """Layers of one version that are kept for other peers. Args: is_followed: learners have these weights, and will ask
-    for the difference of a later version from them."""
+    for a later version as the difference from them."""
 
     def __init__(self, born_s: float, *, is_followed: bool = False) -> None:
         self._born_s = born_s
@@ -88,13 +88,13 @@ class _Pin:
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Prolong the pin after a request, within its maximum age."""
+        """Keep the layers longer, because a peer asked for them, but no longer than the maximum age."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if no peer has asked for it lately, or if it has been kept for too long."""
+        """True if no peer has asked for the layers lately, or if they have been kept for too long."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -107,7 +107,7 @@ class StateServer:
     """Serves the states that this peer holds; one server per peer. A peer that no recent plan names is refused.
 
     Args:
-        archive: has the states of snapshots; retained: has those of the layout before this one.
+        archive: has the states of snapshots. retained: has the states with which the preceding layout ended.
         inbox: receives the chunks that we fetch for other peers.
     """
 
@@ -153,30 +153,30 @@ class StateServer:
         await self._pin((TRAINED, state.version), state.layers)
 
     def pass_on(self, fetched: Relay) -> None:
-        """Share the ranges that a fetch of ours receives with its group peers, until a while after its end."""
+        """Share the ranges that our fetch `fetched` receives with its group peers, and for a while after its end."""
         self._forget_old()
         fetched.until_s = self._clock.now_s() + PINNED_S
         self._relays.append(fetched)
 
     def pinned_from(self) -> int:
-        """Return the oldest version from which a newcomer will replay steps; a huge number if there is none."""
+        """Return the oldest version from which a newcomer will replay steps; 2^62 if no newcomer will."""
         self._forget_old()
         replayed = (version for (era, version), pin in self._pins.items() if era == TRAINED and pin.is_replayed)
         return min(replayed, default=2**62)
 
     def is_giving(self, peer: PeerID, version: int) -> bool:
-        """True if `peer` has not yet received all that it was offered of that version of the trained state."""
+        """True if `peer` has not yet received all that we offered it of the trained state at `version`."""
         self._forget_old()
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.left
 
     def has_given(self, peer: PeerID, version: int) -> bool:
-        """True if `peer` has received all that it was offered of that version of the trained state."""
+        """True if `peer` has received all that we offered it of the trained state at `version`."""
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.served and peer not in pin.left
 
     def gives_copy(self, peer: PeerID, version: int, keys: Iterable[str]) -> None:
-        """Note that `peer` is about to fetch these layers as a copy, so that they are sent at the lowest priority."""
+        """Record that `peer` will fetch these layers for a copy, so that they are sent at the lowest priority."""
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -211,7 +211,7 @@ class StateServer:
         *,
         asked_by: PeerID | None = None,
     ) -> _Pin:
-        """Keep `layers` as version `key`. Args: proofs: layer -> known digest; None: they are computed here."""
+        """Keep `layers` as version `key`. Args: proofs: layer -> known digest; None: digests are computed here."""
         now_s = self._clock.now_s()
         pin = self._pins.setdefault(key, _Pin(now_s, is_followed=key[0] == WEIGHTS))
         pin.asked_for(now_s)
@@ -233,7 +233,7 @@ class StateServer:
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
-        """True if another peer's request may make us keep this version, within the limits for pins."""
+        """True if the limits for pins let us keep this version at another peer's request."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
         kept = (layer for pin in others for layer in pin.layers.values())
@@ -301,8 +301,8 @@ class StateServer:
             await asyncio.sleep(_LOOK_S)
 
     async def _offer_pinned(self, source: PeerID, message: StateRequest, *, signed: bool) -> StateOffer:
-        """Offer the newest version that is pinned already, since there is no room for another one. Raises: Refused: the
-        request names a version, or none is pinned."""
+        """Offer the newest pinned version, since there is no room to pin another one. Raises: Refused: the request
+        names a version, or no version is pinned."""
         kept = ((at, pin) for at, pin in self._pins.items() if at[0] == TRAINED and (pin.signatures or not signed))
         versions = [at for (_, at), pin in kept if pin.digests.keys() >= set(message.layers)]
         if message.version >= 0 or not versions:
@@ -310,8 +310,8 @@ class StateServer:
         return await self._offer(source, message, (TRAINED, max(versions)), {})
 
     async def _rounded(self, key: _Key, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Return the trained layers that are not pinned as version `key` yet, in bf16. Drop all earlier versions but
-        the newest of them: each takes a sixth of the state, and a learner that misses one asks for the next."""
+        """Return in bf16 those trained layers that are not pinned as version `key` yet. Of the earlier bf16 versions,
+        keep only the newest: each takes a sixth of the state, and a learner that misses one asks for the next."""
         for superseded in sorted(at for at in self._pins if at[0] == WEIGHTS and at != key)[:-1]:
             del self._pins[superseded]
         pin, vectors = self._pins.get(key), self._vectors
@@ -341,7 +341,7 @@ class StateServer:
         layers: Mapping[str, LayerState],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        """Offer the requested layers of version `key`. Args: layers: those of them that may not be pinned yet."""
+        """Offer the requested layers of version `key`. Args: layers: the layers that may not be pinned yet."""
         wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:
@@ -354,7 +354,7 @@ class StateServer:
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer the layer that `source` fetches ahead next, and forget the one that it fetched before."""
+        """Offer the layer that `source` fetches ahead now, and forget the layer that it fetched before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")
@@ -415,7 +415,7 @@ class StateServer:
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
         """Return the tensor from which the requested difference starts; None: no difference is requested. Raises:
-        Refused: we do not have that tensor."""
+        Refused: we do not have the tensor."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))
@@ -424,7 +424,8 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
-        """Fetch a range from its holder `via` for another peer, and send it on; refuse while we fetch ourselves."""
+        """Fetch a range from its holder `via` for the peer `source`, and send it on; refuse while we fetch
+        ourselves."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._plans.knows(source) or not self._plans.knows(via) or is_fetching:
@@ -457,7 +458,7 @@ class StateServer:
         await self._send(source, message, values_N)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
-        """Send the reduced gradient with which a layer stepped to a version; wait a while for that step."""
+        """Send the reduced gradient of a layer's step to the requested version; wait a while for the step."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
@@ -470,13 +471,13 @@ class StateServer:
         await self._send(source, message, gradient_N, priority=self._ahead_priority)
 
     def _ahead_of(self, source: PeerID, message: StateChunkRequest) -> LayerState | None:
-        """Return the layer that `source` fetches ahead, if the request is for it."""
+        """Return the requested layer if `source` is fetching it ahead, else None."""
         version, key, layer = self._ahead.get(source, (-1, "", None))
         return layer if (message.stored_era, message.version, message.layer) == (TRAINED, version, key) else None
 
     @property
     def _ahead_priority(self) -> Priority:
-        """Layers fetched ahead have the lowest priority during training; then the whole run waits for them."""
+        """The priority of layers fetched ahead: the lowest during training; that of state once the run waits."""
         return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
     async def _send(
@@ -489,12 +490,12 @@ class StateServer:
         first: int = 0,
         before_N: Tensor | None = None,
     ) -> None:
-        """Send a range, chunk by chunk; at the lowest priority in smaller parts.
+        """Send a range, chunk by chunk; at the lowest priority, chunks go in smaller parts.
 
         Args:
             values_N: the tensor, from element `first` on.
             before_N: the same tensor at an earlier version: send the difference from it; None: send the numbers.
-        Raises: RemoteError: no such range, or too long. Refused: the requester is unreachable.
+        Raises: RemoteError: the range does not exist or is too long. Refused: the requester is unreachable.
         """
         vectors, end = self._vectors, first + values_N.numel()
         if not first <= message.start < message.stop <= min(end, message.start + RANGE_CHUNKS * vectors.chunk):
@@ -533,8 +534,8 @@ class StateServer:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
 
     async def after_first_step(self, version: int) -> None:
-        """Wait for the first step of the layout, at most a minute, before a copy of `version` is made or sent: the
-        whole run waits for that step, and its members fetch their layers over the same lines."""
+        """Wait for the layout's first step, at most a minute, before a copy of `version` is made or sent: the whole run
+        waits for that step, and its members fetch their layers over the same lines."""
         for _ in range(math.ceil(_FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
             if not self._plans.begins_with(version) or self._life.is_ending:
                 break

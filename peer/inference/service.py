@@ -1,6 +1,6 @@
 """Inference by the stages that train the model, so that no peer needs the whole model.
 
-The path of a request through this file:
+The path of a request through this file, from a client and back to it:
 
     client ── InferenceRequest ──> the *entry*, any peer: `_on_request`
         ── InferenceInput ──> a member of stage 0: `_on_input` -> `_pass`, its layers
@@ -8,15 +8,16 @@ The path of a request through this file:
         ── InferenceOutput ──> the entry: `_on_output` ── InferenceAnswer ──> client
 
 **One version.** All stages answer with the weights of one version: the version that the client names, or else the
-present one of stage 0. So the key-value caches of a session fit together. Each stage keeps these weights while requests
-use them, and waits if it is a step behind. A stage that has passed the version says so, and the client begins again
-with a newer one.
+present one of stage 0. So a session's key-value caches are all of one version. Each stage keeps these weights while
+requests use them, and waits if it has yet to make a step. A stage that has passed the version says so, and the client
+begins again with a newer one.
 
-**Which member.** The client chooses a number, its `way`; a hash of it chooses the member of each stage. If that member
-is gone, or has no cache of the session, the request fails, and the client chooses another `way` and a new session.
+**Which member.** The client chooses a number, the request's `way`; a hash of this number selects the member of each
+stage. If that member is gone, or has no cache of the session, the request fails, and the client chooses another `way`
+and a new session.
 
-**Training goes first.** A peer computes one request at a time. While it trains it rests after each, so that requests
-take at most `SHARE` of its time.
+**Training goes first.** A peer computes one request at a time. While it trains it rests after each request, so that
+requests take at most `SHARE` of its time.
 """
 
 import asyncio
@@ -63,7 +64,7 @@ class _Past(Refused):
 
 
 class InferenceService:
-    """One peer's part in inference: as an entry, and as a member of a stage."""
+    """One peer's part in inference: it receives clients' requests, and computes as a member of a stage."""
 
     def __init__(self, spec: RunSpec, ports: Ports, plans: Plans, parts: Parts, failures: Failures) -> None:
         self._spec, self._wire = spec, InferenceWire(spec)
@@ -82,7 +83,7 @@ class InferenceService:
         self._endpoint.on_frame(InferenceInput, self._on_input)
 
     def free(self) -> None:
-        """Drop all weights and caches that are kept for clients; their sessions must begin anew."""
+        """Drop all weights and caches that are kept for clients; the clients' sessions must begin anew."""
         self._sessions.clear()
 
     async def close(self) -> None:
@@ -170,7 +171,7 @@ class InferenceService:
             self._num_waiting -= 1
 
     async def _pass(self, meta: InferenceInput, payload: Payload, version: int, stage: FixedStage) -> float:
-        """Run our layers, and send the result on. Returns: seconds that the device took. Raises: Refused."""
+        """Run our layers, and send the result on. Returns: seconds for which the device computed. Raises: Refused."""
         plan = self._plans.newest
         if plan is None or meta.stage >= len(plan.stages) or plan.stages[meta.stage].first_layer != meta.first_layer:
             raise self._no(_DIVIDED)  # in our plan the stage does not begin at the sender's layer
@@ -211,7 +212,7 @@ class InferenceService:
         return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """Return (version, our stage's weights at it). Wait if the version is not committed yet. Raises: Refused."""
+        """Return (version, our stage's weights at it), once that version is committed. Raises: Refused."""
         until_s = self._clock.now_s() + 15.0
         while True:
             replica, plan, now_s = self._parts.stage, self._plans.newest, self._clock.now_s()
@@ -285,7 +286,7 @@ class InferenceService:
             await self._refuse(meta, refusal.reason)
 
     async def _send(self, meta: InferenceInput, payload: Payload) -> None:
-        """Send to that member of stage `meta.stage` which the request's `way` chooses. Raises: Refused: there is no
+        """Send `payload` to the member of stage `meta.stage` that a hash of `meta.way` selects. Raises: Refused: no
         plan, or the member cannot be reached."""
         plan = self._plans.newest
         if plan is None or meta.stage >= len(plan.stages):
@@ -312,7 +313,7 @@ class InferenceService:
     # --- cost of a request ---
 
     def _flop_of(self, meta: InferenceInput) -> float:
-        """Return a request's FLOP: by its number of tokens, a share of a microbatch's forward."""
+        """Return a request's FLOP: a microbatch's forward FLOP, in proportion to the number of tokens."""
         replica = self._parts.stage
         training = self._spec.training
         share = meta.rows * meta.length / (training.microbatch_size * self._spec.model.context)
@@ -324,5 +325,5 @@ class InferenceService:
 
 
 def _rank(peer: PeerID, meta: InferenceInput) -> bytes:
-    """Return a member's rank for the request's `way`; the lowest rank is chosen (rendezvous hashing)."""
+    """Return a member's rank, a hash of the request's `way`; the lowest rank is selected (rendezvous hashing)."""
     return blake3(f"{peer}/{meta.entry}/{meta.way}".encode()).digest()

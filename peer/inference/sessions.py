@@ -1,4 +1,4 @@
-"""Keeps for inference, at one stage, the weights of recent versions, and the keys and values of clients' sessions."""
+"""Keeps at one stage, for inference, the weights of recent versions, and the keys and values of clients' sessions."""
 
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -44,7 +44,7 @@ class _Known:
 
 @dataclass(slots=True)
 class Sessions:
-    """The weights and sessions that one peer keeps. The caller passes the time `now_s`."""
+    """The weights and sessions that one peer keeps. The caller passes the present time `now_s`."""
 
     _fixed: dict[int, _Fixed] = field(default_factory=dict)
     _known: OrderedDict[Session, _Known] = field(default_factory=OrderedDict)
@@ -61,11 +61,11 @@ class Sessions:
         return found.stage
 
     def newest(self, layers: Layers) -> int:
-        """Return the newest version kept of these layers; -1: none."""
+        """Return the newest version of these layers that is kept; -1: none is kept."""
         return max((version for version, fixed in self._fixed.items() if fixed.layers == layers), default=-1)
 
     def has_room(self, now_s: float) -> bool:
-        """True if another version may be kept, perhaps in place of an unused one."""
+        """True if one more version may be kept, perhaps in place of an unused one."""
         return len(self._fixed) < FIXED_MAX or any(now_s - f.used_s >= YIELDS_S for f in self._fixed.values())
 
     def keep(self, version: int, stage: FixedStage, layers: Layers, now_s: float) -> None:
@@ -74,7 +74,7 @@ class Sessions:
         self._fixed[version] = _Fixed(stage, layers, now_s)
 
     def begin(self, session: Session, version: int, stage: FixedStage, num_bytes: int, now_s: float) -> None:
-        """Begin a session, anew if it exists. If there are too many, those unused for longest are dropped."""
+        """Begin a session, anew if it exists. If there are too many sessions, those unused for longest are dropped."""
         self._known.pop(session, None)
         while self._known and (
             len(self._known) >= SESSIONS_MAX
@@ -84,7 +84,7 @@ class Sessions:
         self._known[session] = _Known(version, stage.memory(), num_bytes, now_s)
 
     def memory(self, session: Session, version: int, position: int, now_s: float) -> Mapping[str, KeysValues] | None:
-        """Return the session's cache if it ends at `position`, else None. After the forward call `remembered`."""
+        """Return the session's cache if it ends at `position`, else None. Call `remembered` after the forward."""
         known = self._known.get(session)
         if known is None or (known.version, known.length) != (version, position):
             return None

@@ -1,7 +1,7 @@
 """Encodes inference requests as bytes, and checks them before anything is computed.
 
-Tokens are int32. Activations are float32, or bfloat16 if the run computes in it, whatever format training sends. In a
-model with a subspace, each token is sent with its k coordinates in the subspace in place of its activation. Sizes
+Tokens are int32. Activations are float32, or bfloat16 if the run computes in bfloat16, whatever format training sends.
+In a model with a subspace, each token is sent with its k coordinates in the subspace in place of its activation. Sizes
 follow from the header, which is checked against the run spec.
 
 B rows   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
@@ -68,8 +68,8 @@ class InferenceWire:
         return length
 
     def check_input(self, meta: InferenceInput, payload: Payload, source: PeerID) -> None:
-        """Check a stage's input. Raises: RemoteError: the header or a token is invalid, or the payload has not the
-        number of bytes that follows from the header."""
+        """Check a stage's input. Raises: RemoteError: the header or a token is invalid, or the payload's size is not
+        the one that follows from the header."""
         if meta.rows < 1 or meta.length < 1 or meta.rows * meta.length > INFERENCE_TOKENS_MAX:
             raise RemoteError(source, f"asks about {meta.rows} rows of {meta.length} tokens")
         self._check_place(meta.rows, meta.length, meta.position, meta.session, source)
@@ -82,8 +82,8 @@ class InferenceWire:
         self._check_known(target_part, source, ignored=True)
 
     def encode(self, x_BTD: Tensor, question: StageInput) -> bytearray:
-        """Encode the input of the next stage. Args: x_BTD: the output of our layers; question: our own input, of which
-        tokens, targets and beginnings go on."""
+        """Encode the input of the next stage. Args: x_BTD: the output of our layers; question: our own input. Its
+        tokens, targets and beginnings of documents are passed on."""
         parts = [x_BTD.to(self._dtype)]
         if self._model.subspace:
             tokens_BT = question.tokens_BT
@@ -120,10 +120,10 @@ class InferenceWire:
         return Subspace.of(self._spec, x_BTW.device).restored(x_BTW.float(), tokens_BT)
 
     def _check_known(self, tokens: Payload, source: PeerID, *, ignored: bool = False) -> None:
-        """Check tokens. Raises: RemoteError: one is outside the vocabulary; a GPU would lose its context by such an
-        index.
+        """Check tokens. Raises: RemoteError: a token is outside the vocabulary. Such an index would destroy a GPU's
+        context.
 
-        Args: ignored: also accept the mark of a target that does not count."""
+        Args: ignored: also accept the mark of a target that is not scored."""
         token_N = np.frombuffer(tokens, np.int32)
         known_N = (token_N >= 0) & (token_N < self._model.vocab_size)
         if not (known_N | (token_N == IGNORED) if ignored else known_N).all():
@@ -140,7 +140,7 @@ class InferenceWire:
             raise RemoteError(source, "continues tokens without a session")
 
     def _parts(self, meta: InferenceInput, payload: Payload) -> list[memoryview]:
-        """Split a payload into the parts of `_sizes`; a missing part is empty."""
+        """Split a payload into the parts that `_sizes` gives; a missing part is empty."""
         at, parts = memoryview(payload), []
         for size in self._sizes(meta, meta.rows * meta.length):
             parts.append(at[:size])
@@ -148,7 +148,7 @@ class InferenceWire:
         return parts
 
     def _sizes(self, meta: InferenceInput, tokens: int) -> tuple[int, int, int, int]:
-        """Return the bytes of each part: activation or coordinates, tokens, targets, documents' beginnings."""
+        """Return the bytes of each part: activation (or coordinates), tokens, targets, beginnings of documents."""
         of_token = 0 if meta.stage == 0 else self._dtype.itemsize * self._model.written_width
         names_tokens = meta.stage == 0 or self._model.subspace > 0
         of_tokens = TOKEN_BYTES * tokens * names_tokens

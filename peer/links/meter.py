@@ -86,7 +86,7 @@ class _Link:
 
     @property
     def sent_rate(self) -> float:
-        """Rate towards the peer in bytes/s; 0: not known."""
+        """Rate towards the peer in bytes/s; 0: the rate is not known."""
         if self.probes:
             return max(list(self.probes)[-2:]) if self.has_fallen else max(self.probes)
         return max((_rate(*sample) for sample in self.samples), default=0.0)
@@ -114,7 +114,7 @@ class _Link:
 
 
 class LinkMeter:
-    """Figures of our links to all peers. It holds no socket: its caller reports events as they happen."""
+    """Figures of our links to all peers. It holds no socket: its caller reports each event."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -141,11 +141,12 @@ class LinkMeter:
         return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
 
     def traffic(self) -> dict[PeerID, tuple[float, float]]:
-        """Return peer -> bytes of frames (sent, received) so far. A long idle peer's may begin at 0 again."""
+        """Return peer -> bytes of frames (sent, received) so far. Counts of a peer that was long idle may restart at
+        0."""
         return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:
-        """Note that `peer` answered a call after `took_s`."""
+        """Record that `peer` answered a call after `took_s` seconds."""
         link = self._link(peer)
         link.round_trips.append(took_s)
         if link.num_failed:
@@ -153,8 +154,8 @@ class LinkMeter:
             self._failures[peer] = None
 
     def cannot_reach(self, peer: PeerID) -> bool:
-        """True if the last tries towards `peer` have all failed. A single failure may be a broken connection that the
-        next try replaces."""
+        """True if the last two or more tries to reach `peer` have failed. A single failure may be a broken connection,
+        which the next try replaces."""
         link = self._links.get(peer)
         return link is not None and link.num_failed >= 2
 
@@ -164,7 +165,7 @@ class LinkMeter:
         return link is not None and bool(link.round_trips)
 
     def failed(self, peer: PeerID) -> None:
-        """Note that a call or a frame to `peer` did not get through."""
+        """Record that a call or a frame to `peer` did not get through."""
         link = self._link(peer)
         link.num_failed = min(link.num_failed + 1, 99)
         self._failures[peer] = None
@@ -176,11 +177,11 @@ class LinkMeter:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A mark of the present traffic: take it before a probe, and give it to `probed` as `since`."""
+        """A mark of the present traffic: read it before a probe, and pass it to `probed` as `since`."""
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:
-        """Note the result of a probe, which measures the bytes that really arrive. If another link was sending at the
+        """Record the result of a probe: the rate at which its bytes really arrived. If another link was sending at the
         same time, the probe counts only if it was faster than earlier ones. Args: since: `mark` before the probe.
 
         Returns: True if the probe counts and is far below earlier ones. Then another probe shows whether the link has
@@ -194,8 +195,8 @@ class LinkMeter:
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self, beside: Collection[PeerID] = ()) -> float | None:
-        """Count the traffic since the last look as a probe of each link that was busy for long, if our network card
-        could have carried twice as much.
+        """Count the traffic since the last call as a probe of each link that was busy for long, if our network card
+        could have carried twice as much in all.
 
         Args: beside: peers on our machine, which may send as much as we do over the same card. Traffic to them does not
             pass the card.
@@ -257,7 +258,7 @@ class LinkMeter:
         self._num_sending += 1
 
     def send_ends(self, peer: PeerID, nbytes: int, *, left: bool) -> None:
-        """Note the end of a send. Args: left: the frame was sent; if not, its time says nothing about the link."""
+        """Record the end of a send. Args: left: the frame was sent; if not, its time says nothing about the link."""
         link = self._links[peer]
         now_s = self._clock.now_s()
         link.num_sending -= 1
@@ -281,11 +282,11 @@ class LinkMeter:
             link.is_shared = self._num_busy > 1 and link.num_sending > 0
 
     def sent_little(self, peer: PeerID, nbytes: int) -> None:
-        """Note a frame that is too small to delay others, such as the answer to a probe."""
+        """Record a sent frame that is too small to delay others, such as the answer to a probe."""
         self._link(peer).sent_bytes += nbytes
 
     def received(self, peer: PeerID, nbytes: int) -> None:
-        """Note that a frame with `nbytes` of payload has arrived."""
+        """Record that a frame with `nbytes` of payload has arrived."""
         link = self._link(peer)
         link.received_bytes += nbytes
         if nbytes != BULK_CHUNK_BYTES:  # only after a full chunk may the sender have more to send
@@ -298,7 +299,7 @@ class LinkMeter:
         link.chunk_at_s = now_s
 
     def report(self) -> tuple[LinkReport, ...]:
-        """Return the reports for a heartbeat: first failed tries and new probes, then the busiest links in turn."""
+        """Return link reports for a heartbeat: first failed tries and new probes, then the busiest links in turn."""
         if not self._turn:
             self._turn = heapq.nlargest(REPORTED_MAX, self._links, key=lambda peer: (self._links[peer].bytes, peer))
             self._turn.reverse()
@@ -329,7 +330,7 @@ class LinkMeter:
 
 
 class MeteredTransport:
-    """Implements `Transport` around `transport`, and notes all traffic in `meter`."""
+    """Implements `Transport` around `transport`, and reports all traffic to `meter`."""
 
     def __init__(self, transport: Transport, meter: LinkMeter, clock: Clock) -> None:
         self._transport, self._meter, self._clock = transport, meter, clock

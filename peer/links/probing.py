@@ -1,4 +1,4 @@
-"""Measures this peer's links to others, and its network card, when the coordinator asks for it."""
+"""Measures this peer's links to others, and its network card, when the coordinator asks for a measurement."""
 
 import asyncio
 import heapq
@@ -38,11 +38,11 @@ class LinkProbing:
 
     @property
     def bytes_per_s(self) -> float:
-        """The rate of our best link; 0: none is known."""
+        """The rate of our best link in bytes/s; 0: none is known."""
         return max((link.bytes_per_s for link in self._links.values()), default=0.0)
 
     def measure(self, peers: tuple[PeerID, ...], beside: tuple[PeerID, ...]) -> None:
-        """Measure our links to `peers` soon. The peers `beside` us share our network card."""
+        """Measure our links to `peers` soon. Args: beside: peers that share our network card."""
         self._beside = beside
         self._to_probe = list(dict.fromkeys((*self._to_probe, *peers)))[:16]  # a probe may take a second
         if self._task is None or self._task.done():
@@ -86,8 +86,8 @@ class LinkProbing:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Remove the peers that do not answer from those to probe. All doubtful peers are tried at once: one by one
-        they would take longer than the coordinator waits with the first plan."""
+        """Drop from the peers to probe those that do not answer. All doubtful peers are tried at once: one by one, the
+        tries would take longer than the coordinator delays the first plan."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}
@@ -102,7 +102,7 @@ class LinkProbing:
             self._is_card_known = self._is_card_known or found > 0.0
 
     async def _is_quiet(self) -> bool:
-        """Wait for a moment without traffic, a second at most. Returns: True if there was one."""
+        """Wait for a moment without traffic, a second at most. Returns: True if such a moment came."""
         for _ in range(20):
             if self._meter.is_quiet:
                 return True

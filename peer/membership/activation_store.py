@@ -60,7 +60,7 @@ class ActivationStore:
         return self._payloads.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
-        """Return (a function for the device's thread, its FLOP), and remove the job's input from the store."""
+        """Return (a function to run on the device's thread, its FLOP), and remove the job's input from the store."""
         runtime, payloads = self._runtime, self.of(microbatch)
         if job.kind == "backward":
             gradient, payloads.gradient = payloads.gradient, None
@@ -76,7 +76,7 @@ class ActivationStore:
         return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.flop.forward
 
     def keep(self, job: Job, microbatch: Microbatch, value: Any) -> float | None:
-        """Keep a job's result as the next payload to send. Returns: the loss, if the job has computed one."""
+        """Keep a job's result: the next payload to send. Returns: the loss, or None if the job computed none."""
         loss = None
         if job.kind == "loss":
             loss, value = value
@@ -100,7 +100,7 @@ class ActivationStore:
         self._runtime.forget(microbatch)
 
     def passage(self, experts: ExpertDispatch, job: Job, microbatch: Microbatch) -> Passage:
-        """Return the microbatch's run through others' experts: a forward begins one, its backward continues it."""
+        """Return the microbatch's run through experts on other peers: a forward begins it, a backward continues it."""
         payloads = self.of(microbatch)
         if job.kind != "backward":
             self._abandon(payloads)

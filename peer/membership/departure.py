@@ -1,15 +1,15 @@
 """Lets a peer leave the run without losing trained state.
 
-If another member with the same layers stays, we drain: we finish our work and see it committed
+If another member with the same layers stays, we drain: we finish our work and wait until it is committed
 (`GroupMembership.drain`). If no such member stays, we are the last holder, and our layers would be lost to the run
-until we come back. Then we do three things:
+until we come back. So a last holder does three things:
 
-    halt   ask stage 0's leader (`Halt`) to begin no further step; it names the version at which every stage stops
-    save   at that version, have every member write its layers to its disk (`Save`), and other peers copies of ours
+    halt   ask stage 0's leader (`Halt`) to begin no further step; the answer is the version at which all stages stop
+    save   at that version, have every member write its layers to its disk (`Save`), and other peers keep copies of ours
     stay   if a new plan gives our place to another peer, wait until that peer holds our layers
 
-So the disks have a whole snapshot of one version, from which the run can go on, whether only we leave or all peers.
-Uncommitted microbatches are computed again. Each of the three has a time limit, and so has the departure.
+So the disks have a complete snapshot of one version, from which the run can go on, whether only we leave or all peers.
+Uncommitted microbatches are computed again. Each of the three has a time limit; the whole departure has one, too.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ _POLL_S: Final = 0.02
 
 
 class Departure:
-    """The departure of one peer, and its answers to other peers that leave."""
+    """Lets one peer leave, and answers other peers that leave."""
 
     def __init__(self, services: Services) -> None:
         self._endpoint, self._clock, self._spec = services.endpoint, services.clock, services.spec
@@ -92,7 +92,7 @@ class Departure:
 
     def _is_last(self, membership: Part) -> bool:
         """True if our layers would be lost with us. If all holders of the layers leave, only the first by rank counts
-        as the last one."""
+        as the last holder."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
@@ -102,7 +102,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if the plan names a member that has yet to fetch our layers, or if such a plan may still come."""
+        """True if the plan names a member that has yet to fetch our layers, or if a plan with one may still come."""
         plan = self._plans.newest
         if plan is None:
             return False
@@ -113,8 +113,8 @@ class Departure:
         return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
-        """Wait until the coordinator has made a plan without us. If we left before it knows that a successor holds our
-        layers, it would take them for lost."""
+        """Wait until the coordinator has made a plan without us. If we left before the coordinator knows that a
+        successor holds our layers, it would take the layers for lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         me, plans = self._endpoint.peer_id, self._plans
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
@@ -161,7 +161,7 @@ class Departure:
     # --- save ---
 
     async def _save(self, membership: Part, until_s: float) -> bool:
-        """Save our layers, which no other peer has, then have copies kept. Returns: True if our disk has them."""
+        """Save our layers, which no other peer has, then have copies made. Returns: True if our disk has the layers."""
         state = await self._made(membership, until_s)
         if state is None:
             self.unsaved = f"step {membership.version} is not saved: the step after it did not end in time"
@@ -192,7 +192,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Return the state; if a step is being made, the state after it. None: the step does not end in time."""
+        """Return our state; during a step, the state after it. None: the step does not end in time."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 
@@ -231,7 +231,7 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Count a version that is saved for `source`. Raises: Refused: the sender does not leave, or has asked for too
+        """Count a version that we save for `source`. Raises: Refused: `source` does not leave, or has asked for too
         many versions."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):

@@ -1,5 +1,5 @@
-"""The experts that one peer holds. For each it is a member of the group of the expert's holders; these memberships
-begin, are renewed, drain and end by the plans.
+"""The experts that one peer holds. For each expert the peer is a member of a group, the expert's holders. These
+memberships begin, are renewed, drain and end as plans say.
 
 Unlike a replica's drain, an expert's drain delays no other membership: it takes a microbatch or two, and meanwhile
 other memberships begin and go on.
@@ -30,8 +30,8 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertMembership(GroupMembership):
-    """Our membership in group `group_id` of `plan`. The group holds one expert (one per layer) of a stage; that may be
-    the stage of our replica or another one."""
+    """Our membership in group `group_id` of `plan`. The group holds one expert (one per layer) of a stage: the stage of
+    our replica, or another one."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -243,7 +243,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Process again the presence updates that may have come before the plan."""
+        """Process again the presence updates that may have come before `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:
@@ -258,7 +258,7 @@ class ExpertSeats:
         self.follow_soon()
 
     async def _drop(self, group: int) -> None:
-        """End a membership and drop its state; other holders recompute the work that is lost with it."""
+        """End a membership and drop its state; other holders recompute the work that is lost."""
         membership = self._memberships.pop(group, None)
         if membership is None:
             return

@@ -1,5 +1,5 @@
-"""The driver of a replica of stage 0: makes and answers also the calls by which microbatches are claimed and granted
-(`microbatch_queue.py`)."""
+"""The driver of a replica of stage 0. It also makes and answers the calls by which members claim microbatches and the
+leader grants them (`microbatch_queue.py`)."""
 
 import asyncio
 import contextlib
@@ -83,7 +83,7 @@ class FirstReplica(Replica):
 
     @contextlib.contextmanager
     def _saying(self, source: PeerID, what: str) -> Iterator[None]:
-        """Log, if we lead, that we refuse a request of `source`; the same refusal is logged once."""
+        """If we lead, log that we refuse a request of `source`. The same refusal is logged once."""
         try:
             yield
         except Refused as refused:

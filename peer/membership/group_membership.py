@@ -60,7 +60,7 @@ _CHUNKS_AT_ONCE: Final = 8
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
-    """Make the part of a member's core that decides on commits. Args: has_loss: the group is the last stage."""
+    """Make the commit logic for a member's core. Args: has_loss: True in the last stage's group."""
     spec = services.spec
     return GroupCore(
         me=services.endpoint.peer_id,
@@ -82,7 +82,7 @@ Renew = Callable[[], None]
 
 class GroupMembership(ABC):
     """The driver of one member of the group `core.group`. It owns the member's endpoint, device and timer. It alone
-    passes events to the core (`handle`), and carries out the core's commands."""
+    passes events to the core, the member's decision logic (`handle`), and carries out the core's commands."""
 
     def __init__(self, services: Services, renew: Renew, core: MemberCore, runtime: Shard, *, incarnation: int) -> None:
         endpoint = services.endpoint
@@ -125,7 +125,7 @@ class GroupMembership(ABC):
     # --- the one door ---
 
     def handle(self, event: events.Event) -> None:
-        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: a bad event."""
+        """Pass an event to the core, and carry out its commands. Raises: Refused, RemoteError: the event is bad."""
         if self._closed:
             return
         try:
@@ -199,12 +199,12 @@ class GroupMembership(ABC):
 
     @property
     def is_learner(self) -> bool:
-        """True while we take part with weights alone, as a learner."""
+        """True while we are a learner: we take part with weights alone, without optimizer moments."""
         return self.core.group.is_learner
 
     @property
     def learner_layers(self) -> tuple[int, int] | None:
-        """(Number of layers with their state here, number of the group's layers) while we are a learner; else None."""
+        """(Layers with their state here, layers of the group), both as counts, while we are a learner; else None."""
         return self._light.num_layers if self._light is not None and self.is_learner else None
 
     @property
@@ -223,7 +223,7 @@ class GroupMembership(ABC):
 
     @property
     def state(self) -> StageState | None:
-        """The current state; None before the first one arrives and while a step is being made."""
+        """The current state; None before the first state arrives, and while a step is being made."""
         return self._held.state
 
     @property
@@ -233,7 +233,7 @@ class GroupMembership(ABC):
 
     @property
     def state_bytes(self) -> int:
-        """Size of our state, the same at every version."""
+        """Size of our state in bytes, the same at every version."""
         return state_bytes(self._s.spec, self.keys)
 
     @property
@@ -243,8 +243,8 @@ class GroupMembership(ABC):
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness, also those of a plan that no longer names us: they may wait for our
-        last presence update."""
+        """The peers to tell about our readiness. They include peers of a plan that no longer names us, which may wait
+        for our last presence update."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.group_peers, group.draining) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
@@ -258,7 +258,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _install(self) -> None:
-        """Register the handlers of messages other than those of the group."""
+        """Register the handlers of those messages that are not the group's own."""
 
     @abstractmethod
     def _load(self, state: StageState) -> None:
@@ -266,11 +266,11 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Step with the reduced gradient of `step`, float32 [N], after the running job; then call `stepped`."""
+        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job. Call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
-        """Return the peers besides our group's members that work with the group."""
+        """Return the peers outside our group that work with the group."""
 
     def _upstream(self) -> frozenset[PeerID]:
         """Return the present and recent holders of the stage before ours."""
@@ -281,7 +281,7 @@ class GroupMembership(ABC):
 
     @property
     def _is_needed(self) -> bool:
-        """True if the group cannot do without us yet."""
+        """True if we may not leave the group yet."""
         return False
 
     # --- life ---
@@ -311,7 +311,7 @@ class GroupMembership(ABC):
             self.witnesses.look(self.state)
 
     def peer_state(self, peer: PeerID, presence: PresenceUpdate) -> None:
-        """Take a peer's presence update."""
+        """Apply a presence update of `peer`."""
         self.handle(events.PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
@@ -320,16 +320,16 @@ class GroupMembership(ABC):
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """Note that a peer has begun anew. If it is in our group, its Progress may have told us already."""
+        """Record that a peer has restarted. If it is in our group, its Progress may have told us already."""
         self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
-        """Note that a peer does not answer. The peer or the network may be to blame, and the peer may come back."""
+        """Record that a peer does not answer. The peer or the network may be to blame, and the peer may come back."""
         self.handle(events.MemberSilent(peer))
 
     def pause(self, *, at_once: bool) -> None:
         """Accept no new microbatches and return those that are here, but stay in the group: our contributions are still
-        reduced. Args: at_once: also return microbatches after their forward; else their backwards are still made."""
+        reduced. Args: at_once: also return microbatches after their forward; else their backwards are made first."""
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
@@ -338,7 +338,7 @@ class GroupMembership(ABC):
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
         """Accept no new microbatches, finish those that are here, and wait until every contribution is committed. Give
-        up after `timeout_s`, or when `unless()` is true. Returns: True if all of it was done."""
+        up after `timeout_s`, or when `unless()` is true. Returns: True if the drain is complete."""
         self.handle(events.DrainBegun())
         until_s = self._s.clock.now_s() + timeout_s
         while not self.is_idle or self.core.group.owes or self._is_needed:
@@ -354,7 +354,7 @@ class GroupMembership(ABC):
         return True
 
     def stay(self, plan: Plan) -> None:
-        """Stay: a plan has given our place back before we had drained."""
+        """Stop draining: `plan` has given our place back to us."""
         self.handle(events.DrainEnded())
         self.follow(plan)
 
@@ -436,7 +436,7 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send our sum, add the pieces that we have, and take those that came before the round began."""
+        """Run a round: send our gradients, add up our part of the group's sum, and take pieces that came early."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
             return  # our step has begun already: the members of this attempt will catch up with us
@@ -501,8 +501,8 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the reduced gradient of our round, and step. Args: pieces: the same as it was sent; empty for a tied
-        model, whose other end has been added since."""
+        """Keep the reduced gradient of our round, and step. Args: pieces: the gradient as it was sent; empty for a tied
+        model: there the other end's gradient has been added since."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -533,7 +533,7 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step to `state` for peers that replay that step for the next layout."""
+        """Keep the reduced gradient of the step to `state` for peers that replay the step for the next layout."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -546,8 +546,8 @@ class GroupMembership(ABC):
     # --- a commit that stands still ---
 
     async def _press(self) -> None:
-        """When the group stands still, repeat messages that may have been lost. If a round is under way, send its
-        pieces again, since no peer knows which of them a broken stream has lost; a member that has ended the round
+        """Repeat messages that may have been lost, when the group stands still. If a round is under way, send its
+        pieces again, since no peer knows which pieces a broken stream has lost; a member that has ended the round
         answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
         it could not reach us."""
         group, version = self.core.group, -1
@@ -578,7 +578,7 @@ class GroupMembership(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> events.Event | None:
-        """Fetch the reduced gradient of `step` from `mate`, unless it is on its way; a learner fetches weights."""
+        """Fetch the reduced gradient of `step` from `mate`, unless a fetch is under way; a learner fetches weights."""
         if self._light is not None:
             self._light.behind()
             return self._lagging()
@@ -600,15 +600,15 @@ class GroupMembership(ABC):
     # --- inside ---
 
     def _make_learner(self) -> Learner | None:
-        """Return the object that makes us a learner while our state comes; None: this group has no learners."""
+        """Return an object that makes us a learner while our state comes; None: this group has no learners."""
         return None
 
     def _lagging(self) -> events.Lagging | None:
-        """Return an event if we are a learner and have begun to lag, or have caught up; else None."""
+        """Return an event if we are a learner that has begun to lag or has caught up; else None."""
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the first reduced gradient (its step) that a replaying peer or a layer that we fetch still needs."""
+        """Return the earliest step whose reduced gradient a replaying peer, or a layer that we fetch, still needs."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
@@ -617,8 +617,8 @@ class GroupMembership(ABC):
         return 2**62 if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
-        """Return the object that adds up the gradients of a tied matrix, which both ends of the pipeline hold; None: we
-        hold no tied matrix."""
+        """Return an object that adds up the gradients of the tied matrix, which the first and last stages hold; None:
+        we hold no tied matrix."""
         spans = tied_spans(self._s.spec, self.keys)
         if not spans:
             return None

@@ -25,7 +25,7 @@ _RETRY_S: Final = 0.2
 
 
 class HandingBack:
-    """Both sides of returning microbatches, at one replica.
+    """Sends and receives returned microbatches, at one replica.
 
     Args:
         post: gives an event to the replica's core; raises Refused if the core declines it.
@@ -57,7 +57,7 @@ class HandingBack:
         self._endpoint.off(self._on_hand_back)
 
     def soon(self, command: RejectMicrobatch) -> None:
-        """Return a microbatch. All those for one peer in this turn of the event loop go in one message."""
+        """Return a microbatch. All microbatches for one peer in this turn of the event loop go in one message."""
         if command.target not in self._gathered:
             self._gathered[command.target] = []
             self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")
@@ -84,8 +84,8 @@ class HandingBack:
             await asyncio.sleep(_RETRY_S)
 
     async def _tell_leader(self, message: messages.Reject) -> None:
-        """Return granted microbatches to the leader, and retry without end: no other member knows that it should
-        compute them. If we lead, wait until our pause is over or another member leads."""
+        """Return granted microbatches to the leader, and retry without end: only the leader can give them to other
+        members. If we lead, wait until our pause is over or another member leads."""
         while True:
             leader = self._core.group.leader
             if leader is not None and (leader != self._endpoint.peer_id or not self._core.is_paused):

@@ -33,10 +33,10 @@ _RETRY_S = 1.0
 
 
 class Joining:
-    """Gets the state of one member of a group, of a stage or an expert.
+    """Gets one member of a group (a stage's or an expert's) its state.
 
     Args:
-        core: the member's core, which has the newest plan that the member follows.
+        core: the member's decision logic, which has the newest plan that the member follows.
         take_over: makes the member continue from a state; when it returns, the pipeline and the group know the state.
     """
 
@@ -66,11 +66,11 @@ class Joining:
         return self._progress if of_light is None else of_light
 
     def stepped(self) -> None:
-        """Note that the pipeline has stepped."""
+        """Record that the pipeline has made a step."""
         self._stepped.set()
 
     async def run(self, plan: Plan, learner: Learner | None = None) -> None:
-        """Return when we hold the group's state, or the state that the era of `plan` begins with. Retry until then.
+        """Return when we hold the group's state, or the state with which the era of `plan` begins. Retry until we do.
         Args: learner: lets us train as a learner while the state comes slowly; None: this group has no learners."""
         self._light = learner
         try:
@@ -108,9 +108,9 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """Begin the era at its version. Use the layers that we have kept of the last layout, and those fetched ahead if
-        their digests are right; fetch the others from peers that have kept them or have them on disk, ourselves first.
-        If the era is under way, join the group instead: peers may have dropped the layers that they kept."""
+        """Begin the era at its first version. Use the layers that we have kept of the last layout, and those fetched
+        ahead if their digests are right. Fetch the others from peers (ourselves first) that have kept them or have them
+        on disk. If the era is under way, join the group instead: peers may have dropped the layers that they kept."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._layers.retained.read(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
@@ -133,7 +133,7 @@ class Joining:
 
     async def _follow_who_began(self) -> None:
         """Replay the steps of members that began the era before us, since a step that only one member has is lost if
-        the member dies. Steps that we do not get now come later by our group's rounds."""
+        the member dies. Steps that we miss now come later by our group's rounds."""
         with Tolerating(logger.info, "cannot replay yet the steps of members that began before us"):
             while self._group.holders and not await self._is_current():
                 pass
@@ -160,12 +160,12 @@ class Joining:
 
     def _to_ask(self) -> list[PeerID]:
         """Return the peers to ask for layers on disks: ourselves, then all members of the newest plan. That plan may
-        have a host, or a keeper of a copy, that was away when the era began."""
+        name a host, or a keeper of a copy, that was away when the era began."""
         me = self._endpoint.peer_id
         return [me, *(peer for peer in self._core.plan.members if peer != me)]
 
     async def _from_group_peers(self) -> None:
-        """Fetch the newest state that most of its holders have signed, then replay the commits after it."""
+        """Fetch the newest state that most of its holders have signed, then replay the later commits."""
         group, keys = self._group, self._runtime.keys
         while True:
             with Tolerating(logger.info, "no state yet"):
@@ -185,7 +185,7 @@ class Joining:
             await asyncio.sleep(0.25)  # holders may still be signing their state, which takes a round trip
 
     async def _is_current(self) -> bool:
-        """Replay one commit of the group. Returns: True if there was none left to replay."""
+        """Replay one commit of the group. Returns: True if no commit was left to replay."""
         self._stepped.clear()
         if not await self._replay_next():
             return True
@@ -195,7 +195,7 @@ class Joining:
     async def _replay_next(self) -> bool:
         """Get the gradient of the next commit from a holder. Members that join at the same time ask different holders:
         a single holder could not send a step's gradient to many members before the next step ends. Returns: False: the
-        holder has not committed that step. Raises: Unreachable: no holder can be reached; Refused."""
+        holder has not committed the step. Raises: Unreachable: no holder can be reached; Refused."""
         holders = self._group.holders
         joining = sorted({self._group.me, *self._group.group_peers}.difference(holders))
         first = joining.index(self._group.me) % len(holders) if holders else 0

@@ -109,12 +109,12 @@ class Learner:
 
     @property
     def num_layers(self) -> tuple[int, int]:
-        """(Number of layers with their state here, number of all layers)."""
+        """(Number of layers with their state here, number of all layers of the group)."""
         return len(self._gathered), len(self._sizes)
 
     @property
     def progress(self) -> FetchProgress | None:
-        """Progress of fetching the first weights, and then the state. None: neither is being fetched."""
+        """Progress of fetching the first weights, and later the state. None: no such fetch is under way."""
         if self._progress is not None and self._weights is not None:
             coming = self._fetching.progress.done if self._fetching is not None else 0
             here_bytes = state_bytes(self._runtime.spec, self._gathered)
@@ -124,20 +124,20 @@ class Learner:
     # --- events ---
 
     def behind(self) -> None:
-        """Note that a group member is past our version."""
+        """Record that a group member has a newer version than ours."""
         self._is_behind = True
         self._news.set()
 
     def reduced(self) -> None:
-        """Note that the reduced gradient of a step has come."""
+        """Record that a step's reduced gradient is here."""
         self._news.set()
 
     def took_part(self) -> None:
-        """Note that a round that we were in has ended."""
+        """Record that a round that we took part in has ended."""
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step whose reduced gradient a layer that is here or being fetched may still need."""
+        """Return the first step whose reduced gradient may still be needed by a layer here or on its way."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---
@@ -217,8 +217,8 @@ class Learner:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Reach the newest version that most holders have: fetch the weights of missing layers, and step the layers
-        that are here. Retry until this succeeds."""
+        """Reach the newest version that most holders have: fetch weights for layers without a state here, and step the
+        layers with one. Retry until this succeeds."""
         self._may_gather.clear()
         try:
             while True:
@@ -276,7 +276,7 @@ class Learner:
         logger.info("group %d computes with weights of version %d: %s", self._group.stage, version, come)
 
     async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
-        """Step these layers to `version`. Drop a layer if its reduced gradient is not available."""
+        """Step the layers `keys` to `version`. Drop a layer if a reduced gradient for it is not available."""
         oldest = min((self._gathered[key].version for key in keys if key in self._gathered), default=version)
         for step in range(oldest, version):
             due = [key for key in keys if key in self._gathered and self._gathered[key].version == step]
@@ -291,7 +291,7 @@ class Learner:
                 del self._gathered[key]
 
     async def _step_due(self, due: list[str], mean_N: Tensor) -> None:
-        """Step the layers `due` in one job. With one job for each layer, each would wait for a microbatch's job."""
+        """Step the layers `due` in one job. Separate jobs would each wait for a microbatch's job."""
         ends = list(itertools.accumulate(self._sizes.values()))
         parts = {key: slice(end - self._sizes[key], end) for key, end in zip(self._sizes, ends, strict=True)}
         left = list(due)
@@ -314,8 +314,8 @@ class Learner:
                 await asyncio.sleep(_RETRY_S)
 
     async def _mean(self, step: int, due: list[str]) -> Tensor | None:
-        """Return a step's reduced gradient for the layers `due`. None: it is not available, or fetching it would take
-        more bytes than fetching their states."""
+        """Return a step's reduced gradient for the layers `due`. None: the gradient is not available, or takes more
+        bytes to fetch than the layers' states."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
         if mean_N is not None or whole_bytes > state_bytes(self._runtime.spec, due):
@@ -328,7 +328,7 @@ class Learner:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """Wait for the result of our round of a step. Returns: None: we have no such round, or it stands still."""
+        """Wait for the reduced gradient of our round of `step`. None: we have no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._reductions.means:
@@ -344,8 +344,8 @@ class Learner:
     # --- the state ---
 
     async def _gather(self) -> None:
-        """Fetch the state layer by layer. Begin only after we took part in a round: the first step after we joined may
-        be made without us, and a layer fetched before it would lack that step."""
+        """Fetch the state layer by layer. Begin only when we have taken part in a round: the first step after we join
+        may be made without us, and a layer fetched before that step would lack it."""
         keys = self._runtime.keys
         await self._takes_part.wait()
         while True:
@@ -360,7 +360,7 @@ class Learner:
             await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
-        """Fetch the state of a layer. If an earlier fetch has failed, first try to complete its version."""
+        """Fetch the state of the layer `key`. If an earlier fetch failed, first try to complete its version."""
         begun = self._unfinished.get(key)
         if begun is not None:
             with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):
@@ -390,7 +390,7 @@ class Learner:
 
     async def _whole(self) -> StageState | None:
         """Return the state if all layers are here at the group's version and match the digests that most holders have
-        signed. Drop layers that differ."""
+        signed; else None. Drop layers that differ."""
         version, gathered, keys = self._group.version, self._gathered, self._runtime.keys
         if not all(self._has(key, version) for key in keys):
             return None
@@ -413,7 +413,7 @@ class Learner:
 
     async def _signed(self, version: int) -> Mapping[str, str] | None:
         """Return layer -> the digest at `version` that most holders have signed. None: the holders are at another
-        version, or have not signed it yet."""
+        version, or have not signed `version` yet."""
         group, keys = self._group, self._runtime.keys
         for holder in group.holders:
             with Tolerating(logger.info, "nothing to compare the state with yet"):
@@ -426,5 +426,5 @@ class Learner:
         return key in self._gathered and self._gathered[key].version == version
 
     def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
-        """Make a fetcher whose layers lie on the host: they step there; weights go to the device when they are used."""
+        """Make a fetcher whose layers lie on the host, where they step; weights go to the device when they are used."""
         return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, may_ask=may_ask)

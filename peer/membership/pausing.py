@@ -25,7 +25,7 @@ HOLDS_PLACE_S: Final = 10.0
 
 
 class Pausing:
-    """The pauses of one peer."""
+    """Pauses and resumes one peer."""
 
     def __init__(self, clock: Clock, life: Life, parts: Parts, neighbours: Neighbours) -> None:
         self._clock, self._life, self._parts, self._neighbours = clock, life, parts, neighbours
@@ -38,7 +38,7 @@ class Pausing:
 
     @property
     def paused_s(self) -> float | None:
-        """Seconds since the pause began; None: not paused."""
+        """Seconds since the pause began; None: the peer is not paused."""
         return self._clock.now_s() - self._since_s if self.is_paused else None
 
     def pause(self) -> None:

@@ -57,7 +57,7 @@ gradient holds a place in its window for it."""
 
 
 class Replica(GroupMembership):
-    """The driver of our replica of stage `stage` under `plan`. `first_stage.py` has the additions for stage 0."""
+    """The driver of our replica of stage `stage` under `plan`. `first_stage.py` extends it for stage 0."""
 
     core: ReplicaCore
 
@@ -152,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are on other peers. While the job waits for them, the device does other jobs."""
+        """Run a job whose experts are on other peers. While it waits for them, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -186,7 +186,7 @@ class Replica(GroupMembership):
 
     async def _made_step(self, job: Job, work: Callable[[], T]) -> T:
         """Make the optimizer step; retry until there is memory for it. No other peer can make this step for us, and a
-        failed try loses nothing."""
+        failed try changes nothing."""
         while True:
             try:
                 return await self._with_room(job, work, self.runtime.step_flop)
@@ -243,7 +243,7 @@ class Replica(GroupMembership):
         self.handle(events.GradientArrived(microbatch, source, waited_s, meta.commit_s, meta.loss))
 
     def _gradient(self, command: commands.SendGradient) -> tuple[PeerID, Gradient, Payload]:
-        """Return (target, header, payload) of a gradient; for a validation microbatch the payload is empty."""
+        """Return (target, header, payload) of a gradient to send; for a validation microbatch the payload is empty."""
         microbatch, target = command.microbatch, command.target
         meta = Gradient(
             stage=self.stage - 1,
@@ -271,7 +271,7 @@ class Replica(GroupMembership):
         # The receiver is gone, and no other peer needs this gradient; or it will ask for the gradient again.
 
     def _check(self, source: PeerID, microbatch: Microbatch) -> None:
-        """Check that this run has the microbatch. Raises: RemoteError: it has not."""
+        """Check that this run has the microbatch. Raises: RemoteError: the run does not have it."""
         training = self._s.spec.training
         if not (
             0 <= microbatch.step <= training.steps
@@ -297,8 +297,9 @@ class Replica(GroupMembership):
             self.handle(events.Lagging(False))  # a full member that is behind catches up by replaying steps
 
     def _make_learner(self) -> Learner | None:
-        """Return None in a synchronous run, in which every step would wait for the learner's weights; with tied
-        matrices; and with adapters or placed experts, which have little state beside the weights."""
+        """Return an object that makes us a learner, or None: in a synchronous run, where every step would wait for the
+        learner's weights; with tied matrices; with adapters or placed experts, whose state is small beside the
+        weights."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -316,7 +317,7 @@ class Replica(GroupMembership):
         self.handle(events.JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
-        """Compute from now on with these weights, without a state, of a step that other members have made."""
+        """Compute with these weights from now on. They are of a step that others made, and come without a state."""
         self.runtime.load_weights(weights)
         self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)
@@ -341,13 +342,13 @@ class Replica(GroupMembership):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of recent forwards (at the last stage: of loss jobs) without waiting for placed experts; 0
-        before the first."""
+        """Median seconds of recent forwards (at the last stage: of loss jobs), without the time spent waiting for
+        placed experts; 0 before the first forward."""
         return self._forward_times.seconds
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
-        """Tokens of each expert, summed over our layers, for heartbeats; empty if experts are not placed."""
+        """Number of tokens of each expert, summed over our layers, for heartbeats; empty if experts are not placed."""
         loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
         return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 
@@ -396,7 +397,7 @@ class Replica(GroupMembership):
         super().peer_state(peer, presence)
 
     def experts_at(self, peer: PeerID, presence: PresenceUpdate) -> None:
-        """Note which of our layers' experts `peer` holds; it may be this peer."""
+        """Record which of our layers' experts `peer` holds; `peer` may be this peer."""
         if self.experts:
             self.experts.heard(peer, presence)
 

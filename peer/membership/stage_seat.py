@@ -1,4 +1,4 @@
-"""The peer's place in a stage: begins, renews, drains and ends its replica by the plans."""
+"""The peer's place in a stage: begins, renews, drains and ends the peer's replica as plans say."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageSeat:
-    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era like the replica."""
+    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era as replicas do."""
 
     def __init__(self, services: Services, experts: ExpertSeats) -> None:
         self._s = services
@@ -33,8 +33,8 @@ class StageSeat:
         self._replica = self._s.parts.stage = replica
 
     def obey(self, before: Plan, plan: Plan) -> None:
-        """Have a draining replica follow `plan` at once. `_follow` is still waiting for the drain, and the drain may
-        wait for members that only this plan names."""
+        """Have a draining replica follow `plan` at once. `_follow` is still waiting for the drain, and the drain may be
+        waiting for members that only this plan names."""
         if self.replica and self.replica.is_draining:
             self.replica.depart(plan)
             self._recall(before, plan)
@@ -84,7 +84,7 @@ class StageSeat:
                 neighbours.say_news(self.replica.audience)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Give our replica the presence updates that came before the plan. Args: before: the plan that the replica
+        """Give our replica the presence updates that came before `plan`. Args: before: the plan that the replica
         followed until now; None: the replica is new."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, presence in self._s.neighbours.words():
@@ -121,14 +121,14 @@ class StageSeat:
         self.replica.experts_at(self._me, self._s.own.presence())
 
     def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
-        """True if draining is pointless: our stage is gone, or we cannot reach a member that would reduce with us."""
+        """True if draining is pointless: our stage is gone, or a member with which we would reduce is out of reach."""
         newest = self._s.plans.newest
         if newest is None or newest.era != self._s.endpoint.era or stage >= len(plan.stages):
             return True
         return any(self._s.ports.meter.cannot_reach(peer) for peer in plan.stages[stage].peers)
 
     async def _drop(self) -> None:
-        """Close the replica and drop its state; other peers recompute the work that is lost with it."""
+        """Close the replica and drop its state; other peers recompute the work that is lost."""
         replica, self.replica = self.replica, None
         if replica is not None:
             self._s.neighbours.say(replica.audience)  # no peer needs to wait for us any more

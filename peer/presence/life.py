@@ -1,10 +1,10 @@
-"""The state of this peer's life: it works, pauses or leaves. Counts how many replicas it has begun."""
+"""Records whether this peer works, pauses or leaves the run, and numbers the replicas that it begins."""
 
 from shoal.protocol.endpoint import Endpoint
 
 
 class Life:
-    """The life of one peer's process."""
+    """The state of one peer's process: whether it works, pauses or leaves."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -20,7 +20,7 @@ class Life:
 
     @property
     def is_leaving(self) -> bool:
-        """True if the peer takes no new place."""
+        """True if the peer takes no new place in a stage or a group of experts."""
         return self.is_draining or self.is_away
 
     @property
@@ -30,11 +30,11 @@ class Life:
 
     @property
     def incarnation(self) -> int:
-        """Number of our present replica, by which others tell it from earlier ones. Each replica begins without state,
-        as each process does."""
+        """Number of our present replica, by which other peers tell it from our earlier ones. Each replica, like each
+        process, begins without state."""
         return self._endpoint.incarnation + self._num_begun
 
     def begin_anew(self) -> int:
-        """Return the incarnation of a new replica."""
+        """Begin a new incarnation, for a new replica, and return its number."""
         self._num_begun += 1
         return self.incarnation

@@ -27,10 +27,10 @@ _KEY = "hello"
 
 
 class Neighbours:
-    """Sends and receives one peer's presence updates. Peers that no recent plan names are ignored, so that strangers
-    cannot fill the tables.
+    """Sends and receives one peer's presence updates. Ignores peers that no recent plan names, so that strangers cannot
+    fill the tables.
 
-    Args: silence_s: seconds after a failure to reach a peer in which the peer is reported as silent.
+    Args: silence_s: for how many seconds a peer counts as silent after a failure to reach it.
     """
 
     def __init__(
@@ -48,15 +48,15 @@ class Neighbours:
         endpoint.on(PresenceUpdate, self._on_hello)
 
     def say(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence to peers that may not know it."""
+        """Send our presence to the peers in `audience` that may not know it."""
         for peer in audience:
             word = self._next()
             self._posted[peer] = _where(word)
             self._outbox.post(peer, _KEY, word)
 
     def say_news(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence to peers that have not answered our present one. With a thousand peers a new plan comes
-        every few seconds, and a hundred neighbours need not hear each time that our place is unchanged."""
+        """Send our presence to peers that have not acknowledged it yet. With a thousand peers a new plan comes every
+        few seconds, and a hundred neighbours need not hear each time that our place is unchanged."""
         now = _where(self._own.presence())
         self.say(peer for peer in audience if self._told.get(peer) != now)
 
@@ -67,17 +67,17 @@ class Neighbours:
             self._parts.stage.experts_at(self._endpoint.peer_id, self._own.presence())
 
     def drains(self, peer: PeerID, stage: int | None) -> bool:
-        """True if the last update of `peer` says that it is at `stage` and drains."""
+        """True if the last update of `peer` says that it drains at `stage` (None: at no stage)."""
         presence = self._presences.get(peer)
         return presence is not None and presence.draining and presence.stage == (-1 if stage is None else stage)
 
     def stays(self, peer: PeerID) -> bool:
-        """True if the last update of `peer` says that it does not leave; it sends another one before it leaves."""
+        """True if the last update of `peer` says that it does not leave; it sends another update before it leaves."""
         presence = self._presences.get(peer)
         return presence is not None and not presence.draining
 
     def leaves(self, peer: PeerID, part: Part) -> bool:
-        """True if the last update of `peer` says that it leaves the group of `part`, or leaves the run."""
+        """True if the last update of `peer` says that it leaves the group of `part`, or the whole run."""
         if part is self._parts.stage:
             return self.drains(peer, part.group_id)
         presence = self._presences.get(peer)
@@ -87,11 +87,11 @@ class Neighbours:
         )
 
     def words(self) -> list[tuple[PeerID, PresenceUpdate]]:
-        """Return the last presence update of each peer, in the order of peer IDs."""
+        """Return (peer, its last presence update) for each peer, in the order of peer IDs."""
         return sorted(self._presences.items())
 
     def forget(self, peer: PeerID) -> None:
-        """Forget a peer that no plan names any more, or that has spoken only in an earlier era."""
+        """Forget a peer that no plan names any more, or whose last update came in an earlier era."""
         self._presences.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)
@@ -109,7 +109,7 @@ class Neighbours:
                 self.forget(peer)
 
     def count_out(self, before: Plan, plan: Plan) -> None:
-        """Forget the members that plans have dropped since `before`, even a plan that we have never seen."""
+        """Forget the members that plans after `before` have dropped, even plans that we have not seen."""
         for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
             # A member that was to move elsewhere did not leave on its own: it died on the way.
             drains = self.drains(peer, before.stage_of(peer)) and not plan.has(peer)
@@ -131,7 +131,7 @@ class Neighbours:
         return tuple(sorted(self._silent))
 
     def unreachable(self, peer: PeerID) -> None:
-        """Note that a call or a frame to `peer` has failed: the network or the peer may be to blame."""
+        """Record that a call or a frame to `peer` has failed: the network or the peer may be to blame."""
         self._silent[peer] = self._clock.now_s()
         plan = self._plans.newest
         if plan is not None and not plan.has(peer):
@@ -180,6 +180,6 @@ class Neighbours:
 
 
 def _where(presence: PresenceUpdate) -> PresenceUpdate:
-    """Return a presence update without the fields on which its receivers do not act."""
+    """Return a presence update without the fields that its receivers do not act on."""
     experts = tuple(msgspec.structs.replace(place, version=0) for place in presence.experts)
     return msgspec.structs.replace(presence, count=0, plan_sequence=0, version=0, experts=experts)

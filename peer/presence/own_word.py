@@ -13,7 +13,7 @@ from shoal.protocol.messages import Advert, PresenceUpdate
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claims:
-    """Facts about a peer that are claimed, not measured."""
+    """Facts about a peer that its user states; they are not measured."""
 
     name: str = ""
     machine: str = ""
@@ -24,7 +24,7 @@ class Claims:
 
 
 class OwnWord:
-    """Makes one peer's messages about itself. Args: has_text: the peer has the run's text, which stage 0 needs."""
+    """Makes one peer's messages about itself. Args: has_text: the peer has the training text, which stage 0 needs."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class OwnWord:
         """Bytes of memory to claim after a job ran out of memory; None: the measured bytes."""
 
     def presence(self) -> PresenceUpdate:
-        """Return our present presence update, without its number."""
+        """Return our present presence update, except for its number."""
         plan, stage = self._plans.newest, self._parts.stage
         return PresenceUpdate(
             incarnation=self._life.incarnation,

@@ -1,4 +1,4 @@
-"""The register of this peer's parts, its memberships in groups: a replica of a stage, and the experts that it holds."""
+"""The register of this peer's parts: its memberships in groups, by a replica of a stage or by experts that it holds."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import Protocol
@@ -96,7 +96,7 @@ class ExpertHolding(Part, Protocol):
 
 
 class Parts:
-    """The parts of one peer. `StageSeat` and `ExpertSeats` begin and end the parts, and enter them here."""
+    """The parts of one peer. `StageSeat` and `ExpertSeats` begin and end parts, and register them here."""
 
     def __init__(self) -> None:
         self.stage: StagePart | None = None
@@ -111,7 +111,7 @@ class Parts:
 
     @property
     def places(self) -> tuple[ExpertPlace, ...]:
-        """The experts that we hold, as our presence updates name them."""
+        """The experts that we hold, in the form of our presence updates."""
         return tuple(part.place for _, part in sorted(self.experts.items()))
 
     @property
@@ -122,17 +122,17 @@ class Parts:
     # --- the state that we train ---
 
     def state_of(self, keys: Collection[str]) -> StageState | None:
-        """Return the trained state that includes these layers; None: this peer has none, or is making a step."""
+        """Return the trained state that includes these layers; None: this peer has none, or a step is under way."""
         states = (part.state for part in self.all if part.is_ready)
         return next((state for state in states if state is not None and set(keys) <= state.layers.keys()), None)
 
     def is_stepping(self, keys: Collection[str]) -> bool:
-        """True while these layers are in an optimizer step, so that they have no state."""
+        """True while these layers have no state because they are in an optimizer step."""
         return any(part.is_stepping and set(keys) <= set(part.keys) for part in self.all)
 
     async def witnessed(self, source: PeerID, keys: Collection[str], version: int) -> Witnessed | None:
-        """Return the state, with its holders' signatures, that `source` may fetch as a newcomer of a group that holds
-        these layers; None: it is no newcomer. Args: version: -1: the newest. Raises: Refused: there is none yet."""
+        """Return the state, with its holders' signatures, that `source` may fetch as a newcomer of a group with these
+        layers; None: there is none for `source`. Args: version: -1: the newest. Raises: Refused: too few signatures."""
         for part in self.all:
             state = part.state
             if part.is_ready and state is not None and set(keys) <= state.layers.keys():

@@ -45,7 +45,7 @@ class Reports:
         self._unsound: set[PeerID] = set()
 
     def take_commits(self) -> tuple[CommitReport, ...]:
-        """Take out as many commit reports as a heartbeat carries, oldest first. The caller must deliver them."""
+        """Remove and return the oldest commit reports, as many as a heartbeat carries. The caller must deliver them."""
         taken, self._commits = (
             self._commits[:REPORTS_PER_HEARTBEAT_MAX],
             self._commits[REPORTS_PER_HEARTBEAT_MAX:],
@@ -55,20 +55,20 @@ class Reports:
 
     @property
     def unsound(self) -> tuple[PeerID, ...]:
-        """Members of the plan that `accuse` has noted."""
+        """Members of the plan that we have recorded as faulty (`accuse`)."""
         plan = self._plans.newest
         return tuple(sorted(filter(plan.has, self._unsound)))[:UNSOUND_MAX] if plan is not None else ()
 
     # --- told by our parts in groups ---
 
     def committed(self, report: CommitReport) -> None:
-        """Note a commit that we report."""
+        """Record a commit that we report to the coordinator."""
         of_era = msgspec.structs.replace(report, era=self._endpoint.era)
         self._commits.append((of_era, self._clock.now_s()))
         self.witnessed(report)
 
     def witnessed(self, report: CommitReport) -> None:
-        """Note a commit that another member reports."""
+        """Record a commit that another member reports to the coordinator."""
         if self._watcher.on_commit:
             self._watcher.on_commit(msgspec.structs.replace(report, era=self._endpoint.era))
         plan = self._plans.newest
@@ -87,11 +87,11 @@ class Reports:
             self._watcher.on_validation(report)
 
     def accuse(self, peer: PeerID) -> None:
-        """Note a faulty peer: it sent numbers into a round that no gradient has, or it restarts without end."""
+        """Record a faulty peer: it put numbers into a round that no gradient has, or it restarts without end."""
         self._unsound.add(peer)
 
     def has_state(self, group: int, state: StageState) -> None:
-        """Note that our part in `group` has stepped to `state` or loaded it."""
+        """Tell the observer that our part in `group` has stepped to `state` or loaded it."""
         if self._watcher.on_state:
             self._watcher.on_state(group, state)
 

@@ -1,9 +1,9 @@
 """Serves the requests of other peers for the experts that this peer holds; there is one server per peer.
 
-A request brings tokens for some experts. It waits until each of these experts is near enough to the request's step
-(t - version <= s_max); then it is computed as one job and answered once. No sender is trusted: it must be named by a
-recent plan, may have a limited number of requests here, and must send the sizes that follow from the spec. A request
-that cannot be served here, or not soon, is refused, so that its sender tries another holder.
+A request brings tokens for some experts. It waits until each expert's version is near enough to the request's step
+(step - version <= s_max); then it is computed as one job and answered once. No sender is trusted: a recent plan must
+name it, its requests here are limited in number, and it must send the sizes that follow from the spec. A request that
+cannot be served here, or not soon, is refused, so that its sender tries another holder.
 
 N tokens   D width
 """
@@ -39,7 +39,7 @@ STRANGER: Final = PeerID("")
 
 
 class Room:
-    """A limited number of places; one peer takes at most `each`."""
+    """A limited number of places; one peer takes at most `each` places."""
 
     def __init__(self, total: int, *, each: int) -> None:
         self._total = total
@@ -47,7 +47,7 @@ class Room:
         self._taken: Counter[PeerID] = Counter()
 
     def take(self, peer: PeerID) -> bool:
-        """Take a place for the peer. Returns: False: there is none."""
+        """Take a place for the peer. Returns: False: no place is free for it."""
         if self._taken[peer] >= self._each or self._taken.total() >= self._total:
             return False
         self._taken[peer] += 1
@@ -60,7 +60,7 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, as its holder computes it. Args: upwards: our membership in the expert's group.
+    """One expert of a stage: its holder's computation. Args: upwards: our membership in the expert's group.
 
     `version` changes only on the event loop's thread."""
 
@@ -77,7 +77,7 @@ class ExpertWork:
         self.version = state.version
 
     def flop(self, num_tokens: int, *, backward: bool) -> float:
-        """Return the FLOP of a job on `num_tokens` tokens; a backward repeats the forward."""
+        """Return the FLOP of a job on `num_tokens` tokens; a backward includes a second forward."""
         forward = expert_flop(self.runtime.spec.model, num_tokens)
         return (1.0 + BACKWARD_PER_FORWARD) * forward if backward else forward
 
@@ -85,7 +85,7 @@ class ExpertWork:
         return self.runtime.open_runs.layers_done(run) == num_layers
 
     def close_run(self, run: Run, *, retried: bool) -> None:
-        """End a microbatch's run through the expert. Its gradient counts if the group lacks it."""
+        """End a microbatch's run through the expert. Its gradient counts if the expert's group lacks it."""
         staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
         if staleness_steps is not None:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, retried=retried)
@@ -179,7 +179,7 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Wait until all experts have their version, then compute. Raises: Refused: an expert is not here."""
+        """Wait until no expert is too old for the request, then compute. Raises: Refused: an expert is not here."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
@@ -192,7 +192,7 @@ class ExpertServer:
         return timed.value
 
     def _waits(self, request: _Request) -> bool:
-        """True if an expert has yet to reach its version. Raises: Refused: an expert is not here, or far behind it."""
+        """True if an expert is too old for the request as yet. Raises: Refused: an expert is missing or far too old."""
         meta = request.meta
         works = self._held(meta.stage, [expert for expert, _ in meta.counts], meta.layer)
         self._check_near(works, meta.step)
@@ -202,9 +202,9 @@ class ExpertServer:
     def _check_near(self, works: list[ExpertWork], step: int) -> None:
         """Check that no expert is too old for `step`.
 
-        A stage at version v has sent step v - 1 through its experts, which were at v - 1 - s_max or later then, and it
-        begins no step after v + s_max. So an expert that is further behind was suspended, or has missed the end of
-        rounds, while other holders have not.
+        A stage at version v has sent step v - 1 through its experts when they were at v - 1 - s_max or later, and the
+        stage begins no step after v + s_max. So an expert that is further behind was suspended, or has missed the end
+        of rounds, while other holders have not.
 
         Raises: Refused: an expert is further behind `step` than an honest sender can be ahead of it.
         """
@@ -212,8 +212,8 @@ class ExpertServer:
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")
 
     def _held(self, stage: int, experts: list[int], layer: int | None = None) -> list[ExpertWork]:
-        """Return the `ExpertWork` of each expert. Raises: Refused: one is not here or not ready; with `layer`, also if
-        one is paused or not of that layer."""
+        """Return the `ExpertWork` of each expert. Raises: Refused: an expert is not here or not ready; with `layer`,
+        also if an expert is paused or not of that layer."""
         works = [self._works.get((stage, expert)) for expert in experts]
         held = [work for work in works if work is not None and work.upwards.is_ready]
         if len(held) < len(experts):
@@ -226,7 +226,7 @@ class ExpertServer:
 
     def _work(self, request: _Request, works: list[ExpertWork], wanted: list[bool]) -> Payload:
         """Compute a request with each of its experts; called on the device's thread. Args: wanted: for each expert,
-        True if its group lacks the gradient."""
+        True if the expert's group lacks the gradient."""
         meta = request.meta
         size = len(request.payload) // (2 if meta.backward else 1)
         tokens = self._wire.part(request.payload, slice(0, size))

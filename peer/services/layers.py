@@ -83,7 +83,7 @@ class Layers:
 
     def begin_with(self, weights: InitialWeights | None) -> None:
         """Set the source of the run's initial weights on this machine (with adapters: of the base model's weights).
-        None: this machine has no copy of them."""
+        None: this machine has no copy of these weights."""
         if self.base is not None:
             self.base.model_folder = weights
         else:
@@ -91,14 +91,14 @@ class Layers:
 
     @property
     def unsaved_s(self) -> float:
-        """Seconds since a snapshot of our stage was last due here; 0: our stage's state is not written here."""
+        """Seconds since a snapshot of our stage was last due here; 0: this peer does not write our stage's state."""
         stage = self._parts.stage
         keeps = self.archive.keeps and stage is not None and stage.is_ready and not stage.is_learner
         return self._clock.now_s() - self.saved_s if keeps else 0.0
 
     def follow(self, plan: Plan, *, is_first: bool) -> None:
-        """Follow a plan: prepare its next layout, and keep the snapshots that it certifies. Args: is_first: it is this
-        process's first plan."""
+        """Follow a plan: prepare its next layout, and keep the snapshots that it certifies. Args: is_first: this
+        process has followed no plan before."""
         self.archive.follow(plan)
         self.attesting.follow(plan)
         if is_first:
@@ -127,7 +127,7 @@ class Layers:
             self._base_tasks.spawn(self.base.get_ready(keys, plan.members), "get the base ready")
 
     def has_state(self, part: Part, state: StageState) -> None:
-        """Save, keep and sign a state that our part has stepped to or loaded, if it is due."""
+        """Handle a state that our part has stepped to or loaded: save, keep and sign it, if each of these is due."""
         self._reports.has_state(part.group_id, state)
         plan = self._plans.newest
         if plan is not None and state.version > plan.restore_version:

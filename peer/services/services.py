@@ -1,4 +1,4 @@
-"""The services that a membership in a group gets from its peer: ports, the run, and shared objects."""
+"""The services that a peer gives to its memberships in groups: ports, the run, and shared objects."""
 
 from dataclasses import dataclass
 
@@ -22,7 +22,7 @@ from shoal.protocol.spec import RunSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunHere:
-    """The run, and this peer's way of computing it."""
+    """The run, and how this peer computes it."""
 
     spec: RunSpec
     arithmetic: Arithmetic

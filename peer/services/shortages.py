@@ -13,7 +13,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class Shortages:
-    """The shortages of memory of one peer. Args: spare: has caches that can be freed."""
+    """Reacts to shortages of one peer's memory. Args: spare: has caches that can be freed."""
 
     def __init__(
         self,
@@ -37,11 +37,11 @@ class Shortages:
         self._spare.free()
 
     def add(self, part: Part) -> None:
-        """Claim less memory, so that the next plan gives us fewer layers: there was too little for the work of `part`,
-        even with all caches freed. The part has paused and returned the microbatches that it can.
+        """Claim less memory, so that the next plan gives us fewer layers: memory was short for the work of `part`, even
+        with all caches freed. The part has paused and returned the microbatches that it can.
 
-        The new claim is 3/4 of the old one, and at most 5/4 of the part's state and base. That is too little for the
-        same stage: plans count at least 16 bytes a parameter (of which the state is 12), and the base."""
+        The new claim is 3/4 of the old one, and at most 5/4 of the part's state and base. The new claim is too little
+        for the same stage: plans count at least 16 bytes a parameter (the state's 12 included), and the base."""
         state_bytes = part.state_bytes
         if self._spec.adapter is not None and part is self._parts.stage:
             state_bytes += sum(4 * begun_numel(self._spec, key) for key in part.keys) // 2
@@ -63,7 +63,7 @@ class Shortages:
             timer.cancel()
 
     def _try_again(self, part: Part) -> None:
-        """Resume the part: no plan has given its place to another peer, so there may be none with room."""
+        """Resume the part: no plan has given its place to another peer, so perhaps no other peer has room for it."""
         del self._short[part]
         if part in self._parts.all and not self._life.is_paused:
             part.resume()
