@@ -3,7 +3,7 @@
 Each member sends the others the digest of every version that it reaches. Once all members of a round have sent their
 digests, the most frequent digest is the group's. A member with another digest fetches the state; the first member by
 rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report and
-send it if the reporter dies before it has, so that no commit is missing.
+send the copy if the reporter dies first, so that no commit is missing.
 """
 
 import math
@@ -27,7 +27,8 @@ MUTE_AT_THE_END_S = 0.3
 
 @dataclass(kw_only=True, slots=True)
 class Agreement:
-    """The digests that one member has heard. Args: has_loss: our stage is the last, which reports the step's loss."""
+    """The digests that one member has received. Args: has_loss: our stage is the last, which reports the step's
+    loss."""
 
     me: PeerID
     stage: int
@@ -47,7 +48,8 @@ class Agreement:
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
-        """Record that we are at `version`. Args: gradient_norm: of our step to `version`; None: we loaded its state."""
+        """Record that we are at `version`. Args: gradient_norm: the norm in our step to `version`; None: we loaded the
+        state."""
         self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         if gradient_norm is not None:
             self._norms[version] = gradient_norm
@@ -87,8 +89,8 @@ class Agreement:
         return sum(self._spoken.get(peer, -1) > version for peer in peers)
 
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Return the peers that are past `version`, but least far: peers further ahead may no longer have the gradients
-        that lead there."""
+        """Return the peers with the lowest announced version above `version`: peers further ahead may no longer keep
+        the gradient of our next step."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
@@ -106,9 +108,10 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the decided rounds up to `version`: each member has sent a digest, is gone, or is overdue.
+        """Return the rounds up to `version` that can be compared now: each member has sent a digest, is gone, or is
+        overdue.
 
-        A digest of a later version counts, too: that member skipped the round's version by fetching a later state.
+        A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.
         """
         settled, self.next_s = [], math.inf
