@@ -2,9 +2,10 @@
 
 Theory of operation. A microbatch (t, i) at a replica of version v is in one of four states:
 
-    waiting   forward not begun: its step is not yet admitted (t - v > s_max), or the device is busy away      forward
-    done, activation sent on, gradient not back returned  gradient is back, backward not begun (gone)    backward done,
-    contributed to its step, gradient sent to the stage before
+    waiting   forward not begun: its step is not yet admitted (t - v > s_max), or the device is busy
+    away      forward done, activation sent on, gradient not back
+    returned  gradient is back, backward not begun
+    (gone)    backward done, contributed to its step, gradient sent to the stage before
 
 The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before),
 but after each backward a waiting forward has its turn (1F1B). Gradients come in bursts: a stage that ran a whole burst
@@ -137,7 +138,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Stage 0: number of further microbatches for which the window has room; negative after it has shrunk."""
+        """Stage 0: number of further microbatches that may begin now; negative after the window has shrunk."""
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
