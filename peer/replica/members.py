@@ -39,7 +39,7 @@ class Mate:
 class MembershipView:
     """One member's view of its group: the members that the plan names, and what each has announced about itself.
 
-    The derived fields (`leader` and those around it) are computed anew after each change.
+    The derived fields (`leader` and its neighbours) are computed anew after each change.
     """
 
     me: PeerID
@@ -73,7 +73,7 @@ class MembershipView:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(Our rank among the full members, from 0; number of full members)."""
+        """The pair (our rank among the full members, from 0; number of full members)."""
         whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
@@ -94,7 +94,7 @@ class MembershipView:
         return mate is not None and mate.is_ready
 
     def is_near(self, peer: PeerID) -> bool:
-        """True if the plan names the peer, or it is still draining."""
+        """True if the plan names the peer, or the peer is still draining."""
         return peer in self.group_peers or peer in self.draining
 
     def may_drain(self, peer: PeerID, now_s: float) -> bool:
@@ -107,7 +107,7 @@ class MembershipView:
 
     @property
     def overstays_at_s(self) -> float:
-        """When the first of the draining members should be gone; there must be a draining member."""
+        """The time by which the first of the draining members should be gone; there must be a draining member."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
@@ -168,7 +168,7 @@ class MembershipView:
         return news
 
     def has_no_state(self, peer: PeerID) -> None:
-        """Record that a peer has no state of our group: it reported that, or it has a place elsewhere."""
+        """Record that a peer has no state of our group: it reported this, or it has a place elsewhere."""
         self._of(peer).reported_empty = True
 
     def moves_away(self, peer: PeerID, *, now_s: float) -> None:
@@ -208,7 +208,7 @@ class MembershipView:
         return peer in self._barred
 
     def silent(self, peer: PeerID) -> None:
-        """Record that a peer is unreachable. If it is not ready, we no longer wait until it names a leader."""
+        """Record that a peer is unreachable. If the peer is not ready, we no longer wait until it names a leader."""
         mate = self._of(peer)
         if not mate.is_ready:
             mate.is_absent = True
@@ -247,7 +247,7 @@ class MembershipView:
         self.is_leader = self.leader == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
-        """True if the peer surely believes in no other leader: it names us, or a peer that only an older plan has."""
+        """True if the peer surely follows no other leader: it names us, or a peer that only an older plan names."""
         mate = self._known.get(peer)
         named = peer if mate is None or mate.names is None else mate.names
         return named == self.me or (peer not in self.group_peers and named != peer and not self.is_near(named))
