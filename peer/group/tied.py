@@ -398,8 +398,8 @@ class TiedGradient:
         return TiedOffer(is_whole=given.is_whole, form=given.form)
 
     def _needs(self, step: int) -> bool:
-        """True if only the other end could give us the sum of `step`. A member that acknowledged another member's
-        result before finishing the round itself gets the sum from that other member."""
+        """True if only the other end could give us the sum of `step`. A member that has not finished the round itself,
+        but has acknowledged another member's result, gets the sum from that other member."""
         if not self._core.ready or self._core.version > step or (step in self._given and self._given[step].is_whole):
             return False
         promise = self._promises.get(step)

@@ -1,7 +1,7 @@
 """Encodes tokens for experts as bytes.
 
-Shapes follow from the run spec, and from counts that are checked against it. Tokens that a holder sends to itself are
-rounded like all others, so that an expert's place does not change its results. A modelled peer replaces this class.
+Shapes follow from the run spec, and from counts that are checked against the spec. Tokens that a holder sends to itself
+are rounded like all others, so that an expert's place does not change its results. A modelled peer replaces this class.
 
 P rows, sorted by expert   D width
 """
@@ -45,8 +45,8 @@ class TokenWire:
         return rows_PD.to(device, torch.float32, copy=True)
 
     def rows(self, counts: Mapping[int, int]) -> dict[int, slice]:
-        """Return expert -> slice of its bytes in a payload. Args: counts: expert -> number of its rows, in the order in
-        which the rows of the experts follow one another."""
+        """Return expert -> slice of its bytes in a payload. Args: counts: expert -> number of its rows, in the order of
+        the experts in the payload."""
         spans, at = {}, 0
         for expert, count in counts.items():
             spans[expert] = slice(at, at + count * self.row_bytes)
