@@ -1,5 +1,5 @@
-"""The input and output of a stage: decodes received activations and gradients, and encodes gradients for the stage
-before.
+"""The input and output of a stage: decodes the activations and gradients that it receives, and encodes those that it
+sends.
 
 B samples   T tokens   D width   V vocabulary
 """

@@ -1,4 +1,4 @@
-"""A copy of a stage at one fixed version, for inference: its output stays the same while the stage trains on.
+"""A copy of a stage at one fixed version, for inference: its output stays the same while the stage goes on training.
 
 B samples   T tokens   D width   V vocabulary   K candidates
 """

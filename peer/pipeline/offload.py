@@ -50,7 +50,8 @@ class Offload:
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory, pinned for CUDA; `tensor` itself if `begin` has not been called."""
+        """Return a copy in host memory, pinned for CUDA; `tensor` itself if it is on the CPU or `begin` has not been
+        called."""
         if not self.is_on or tensor.device.type == "cpu":
             return tensor
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")

@@ -36,7 +36,7 @@ FRESHER: Final = 1.5
 
 
 class Weights:
-    """The weights of one stage. The state is an argument of each call, because another thread may load a new state.
+    """The weights of one stage. Each call is passed the state, because another thread may load a new state.
 
     With `keep = "recompute"` no set is kept for steps ahead: each job predicts again.
     Args: spans: layer key -> slice of the stage's flat vector; gradients: the sums of gradients of the open steps.
@@ -64,9 +64,9 @@ class Weights:
         return self._before is not None
 
     def of(self, state: StageState, step: int) -> WeightSet:
-        """Return the weights for a microbatch of `step`: the current weights if `step` is the state's version; for a
-        later step the weights that the strategy predicts; for an earlier step, which only other peers still repeat, the
-        weights of the previous version if they are kept, else the current weights."""
+        """Return the weights for a microbatch of `step`. If `step` is the state's version: the current weights. If it
+        is later: the weights that the strategy predicts. If it is earlier (only other peers repeat such steps): the
+        previous version's weights if they are kept, else the current weights."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -92,7 +92,8 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights of `state` to keep after the coming step, which frees the state; None: keep none."""
+        """Return the weights of `state` that must be kept after the coming step, which frees the state; None: keep
+        none."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
@@ -104,7 +105,7 @@ class Weights:
         self._compensations[key].committed(before, after, hyperparameters(self._spec, key, version))
 
     def stepped(self, kept: WeightSet | None) -> None:
-        """End an optimizer step. Args: kept: the result of `kept_of` from before the step."""
+        """Record the end of an optimizer step. Args: kept: the result of `kept_of` from before the step."""
         self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
@@ -119,7 +120,8 @@ class Weights:
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
         """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
-        weights at which they were taken (`places`). If these were the step's own weights (None), no bit changes."""
+        weights at which they were taken (`places`). If `places` is None, these were the step's own weights, and no bit
+        changes."""
         if places is None:
             return
         for key, layer in state.layers.items():

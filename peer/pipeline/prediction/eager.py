@@ -1,4 +1,4 @@
-"""Predicts weights by making the optimizer's next steps with this peer's part of their gradients."""
+"""Predicts weights by running the optimizer's next steps with this peer's part of each step's gradients."""
 
 from typing import ClassVar, Final
 
