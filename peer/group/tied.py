@@ -63,7 +63,7 @@ class _Promise:
 
     attempt: int
     told_by: set[PeerID]
-    """The living members of the group that have the result, including this one once its round has ended."""
+    """The living members of the group that have the result, this member included once its round has ended."""
     put_off: RoundStart | None = None
     """The latest round of another attempt that the leader has opened. This member joins it once `told_by` is empty."""
 

@@ -222,10 +222,9 @@ class Shard:
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step`. Args: indices: the held-out gradients to include; None: all.
-        The sum is corrected for the weights at which the gradients were taken, if the strategy corrects and `step` is
-        the current version. (If a round begins before our own step to that version has ended, we do not know its
-        weights.)
+        """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). The sum is
+        corrected for the weights at which the gradients were taken, if the strategy corrects and `step` is the current
+        version. (If a round begins before our own step to that version has ended, we do not know its weights.)
 
         Returns: a function for any thread but the event loop's; it returns float32 [N] on the CPU, or None if our
         optimizer step has begun.
@@ -327,8 +326,8 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, in which the
-        previous stage sends its activations."""
+        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, the
+        previous stage's format for activations."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod
@@ -348,7 +347,7 @@ class StageShard(Shard, ABC):
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, payload: Payload) -> Any:
-        """Return the gradient of our input (None at stage 0). Args: payload: the gradient of our output. The weights'
+        """Return the gradient of our input (None at stage 0); `payload` is the gradient of our output. The weights'
         gradient is added to the step's sum later, by `contribute`."""
 
     @abstractmethod

@@ -221,8 +221,8 @@ class StageRuntime(StageShard):
         """Repeat each layer's forward and run its backward, which adds to `.grad` of the leaves. Set `x.grad`, unless
         the stage's input `x` is tokens.
 
-        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: the stage has no
-        gradient from a later stage.
+        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: the backward of the
+        loss gave none.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):

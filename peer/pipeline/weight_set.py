@@ -47,8 +47,8 @@ class Places:
         self.num += 1
 
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
-        """Return for one layer, in float32, how far the step's own weights are from the weights at which its gradients
-        were taken: the mean difference over its `total` gradients.
+        """Return one layer's mean displacement, float32, over the step's `total` gradients. A gradient's displacement
+        is the step's own weights minus the weights at which the gradient was taken.
 
         Args: span: the layer's slice; param_N: the step's own weights of the layer.
         """

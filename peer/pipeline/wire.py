@@ -61,8 +61,8 @@ class ActivationWire:
         """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, in which the
-        previous stage sends its activations. Both arguments are formats of `WireSpec.forward`."""
+        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, the previous
+        stage's format for activations. Both arguments are formats of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property

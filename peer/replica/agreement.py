@@ -42,9 +42,9 @@ class Agreement:
     own: tuple[Digest, ...] = ()
     """Our digest of our present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when we first saw that we are past that step."""
+    """Step -> time at which we first saw that we are past it."""
     next_s: float = math.inf
-    """When a round may settle without the missing digests."""
+    """The time from which a round may settle without the missing digests."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:

@@ -134,7 +134,7 @@ class CommitTimes:
     _contributed_s: dict[int, float] = field(default_factory=dict)
     """Step -> end of our last microbatch of that step."""
     _stepped_s: float | None = None
-    """When our own step made the current version; None: the version was loaded."""
+    """The time at which our own step made the current version; None: the version was loaded."""
     _own_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told_s: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
     _median_s: float = 0.0

@@ -14,25 +14,25 @@ class Mate:
     """Our knowledge about one other member."""
 
     is_ready: bool = False
-    """It takes part, with the group's state or as a learner."""
+    """The member takes part, with the group's state or as a learner."""
     is_learner: bool = False
-    """It takes part with weights alone, without the optimizer's moments."""
+    """The member takes part with weights alone, without the optimizer's moments."""
     is_open: bool = True
-    """It accepts microbatches."""
+    """The member accepts microbatches."""
     is_present: bool = False
-    """It has announced itself since it was last recorded as lost."""
+    """The member has announced itself since it was last recorded as lost."""
     is_absent: bool = False
-    """It died, or it is unreachable and not ready. Nobody waits for its messages."""
+    """The member died, or is unreachable and not ready. Nobody waits for its messages."""
     reported_empty: bool = False
-    """Its last announcement said that it is not ready, is a learner, or is elsewhere."""
+    """The member's last announcement said that it is not ready, is a learner, or is elsewhere."""
     names: PeerID | None = None
-    """The leader that it names; None: it has named none; empty: it knows no leader."""
+    """The leader that the member names; None: it has named none; empty: it knows no leader."""
     count: int = -1
-    """The number (`Progress.count`) of the message in which it named that leader."""
+    """The number (`Progress.count`) of the message in which the member named that leader."""
     incarnation: int = -1
-    """The latest known number of its starts in this place; -1: none known."""
+    """The latest known number of the member's starts in this place; -1: none known."""
     dropped_s: float | None = None
-    """When a plan that we followed dropped it, if that was recently."""
+    """The time at which a plan that we followed dropped the member, if that was recently."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -64,9 +64,9 @@ class MembershipView:
     leader: PeerID | None = field(init=False, default=None)
     """The first full member by rank that is open; if none is open, the first full member; None: there is none."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
-    """The members that may still believe in another leader than us."""
+    """The members that may still follow another leader."""
     is_leader: bool = field(init=False, default=False)
-    """We are the leader, and no member may still believe in another (`doubtful` is empty)."""
+    """We are the leader, and no member may still follow another (`doubtful` is empty)."""
     _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)
     _barred: set[PeerID] = field(init=False, default_factory=set)
     """Peers that we refuse as members, whatever the plan or their messages say."""

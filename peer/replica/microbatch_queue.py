@@ -123,26 +123,28 @@ class MicrobatchQueue:
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
     """Step -> number of microbatches of this step given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """When each claimant last contributed a microbatch that we had granted."""
+    """Claimant -> time at which it last contributed a microbatch that we had granted."""
     _flows_s: float | None = field(init=False, default=None)
-    """When the first microbatch that we had granted was contributed. Before, stages may have waited for their state."""
+    """The time at which the first microbatch that we had granted was contributed. Before, stages may have waited for
+    their state."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Asker of repairs -> when its repairs so far will no longer exceed their share of all work (`REPAIRED_SHARE`)."""
+    """Asker of repairs -> time from which its repairs so far no longer exceed their share of all work
+    (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
-    """When repairs beyond that share were last admitted, because the run stood still."""
+    """The time at which repairs beyond that share were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _asked: _Since | None = field(init=False, default=None)
-    """The leader that we have asked for microbatches, and when."""
+    """The leader that we have asked for microbatches, and the time of asking."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     """Seconds from claim to answer, recently. The quickest answer did not wait until something could be granted."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """When to serve the open claims: at the end of the event loop's turn in which something has changed."""
+    """The time to serve the open claims: the end of the event loop's turn in which something has changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
     """No claim is made before this time."""

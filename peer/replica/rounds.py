@@ -39,7 +39,7 @@ class Rounds:
     forms: tuple[WireFormat, ...] = ("fp32",)
     plan_sequence: int = 0
     retries: int = 0
-    """Number of rounds voided at our version."""
+    """Number of rounds dropped at our version."""
     open: dict[int, RoundStart] = field(default_factory=dict)
 
     def is_sound(self, start: RoundStart) -> bool:
