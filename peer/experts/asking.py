@@ -1,4 +1,4 @@
-"""Sends tokens and end-of-run reports to a holder of experts until the holder answers or another one is the better
+"""Sends tokens and end-of-run reports to a holder of experts until it answers or another holder is the better
 choice."""
 
 import asyncio
@@ -138,8 +138,7 @@ class Asking:
             asked.give_up()
 
     async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
-        """Wait at most `for_s` seconds for the answer to `asked`. Give the holder up if other holders answer much
-        faster."""
+        """Wait for the answer at most `for_s` seconds. Give the holder up if other holders answer much faster."""
         until_s = self._s.clock.now_s() + for_s
         while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
             await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))

@@ -147,11 +147,9 @@ class ExpertDispatch:
     async def _serve_all(
         self, passage: Passage, todo: set[int], serve: Callable[[PeerID, Sequence[int]], Awaitable[bool]]
     ) -> set[int]:
-        """Let holders serve the experts `todo`; try other holders if some fail. Returns: the experts that no holder
-        could serve.
+        """Let holders serve the experts `todo`, and others if some fail. Return the experts that no holder could serve.
 
-        Args: serve: called with (holder, some of its experts); returns True if it served all of these, False if it
-        served none.
+        Args: serve: called with (holder, some of its experts); returns True if all of these were served, False if none.
         """
         began_s, wait_s = self._s.clock.now_s(), _RETRY_S
         while todo:
@@ -199,7 +197,7 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Send a frame to `holder` and return its answer; None: `holder` failed, and no longer serves the experts in
+        """Send a frame to `holder` and return its answer; None: it failed, and no longer serves the experts in
         `counts`.
 
         Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the rows' gradients."""
@@ -262,8 +260,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Repeat at `holder` the expert's backwards that only a lost holder had run. Return False if `holder` failed,
-        too."""
+        """Repeat at `holder` the expert's backwards that only a lost holder had run. Return False if this failed."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]

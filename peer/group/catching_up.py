@@ -53,8 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces with the bytes in which they travelled; empty if some piece came as exact numbers, of which no
-        bytes are kept."""
+        """All pieces as they travelled; empty if some piece came as exact numbers, of which no bytes are kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 

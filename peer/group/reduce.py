@@ -71,8 +71,7 @@ def part_bounds(bandwidths: list[float], size: int) -> list[int]:
 
 
 class Reduction:
-    """One member's side of one round. Args: size: N, numbers in the gradient; microbatches: M, microbatches per
-    step."""
+    """One member's side of one round. Args: size: N, numbers in the gradient; microbatches: M, number per step."""
 
     def __init__(
         self, me: PeerID, start: RoundStart, size: int, *, microbatches: int, vectors: Vectors = VECTORS
@@ -109,7 +108,7 @@ class Reduction:
 
     @property
     def pieces(self) -> tuple[MeanPiece, ...]:
-        """The pieces of the complete mean as they travelled; empty in fp32 and bf16, in which the mean can be encoded
+        """The complete mean's pieces as they travelled; empty in fp32 and bf16, in which the mean can be encoded
         again."""
         form, rounded = self.start.form, sorted(self._rounded.items())
         sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
@@ -159,7 +158,7 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors left out; after running it, call
+        """Return a function that adds up these chunks and returns the contributors left out; after its run, call
         `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
@@ -178,8 +177,7 @@ class Reduction:
     def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
         """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean; None
         for a repeat, since the optimizer may be reading the first copy. If the function returns True, call `taken`;
-        else the chunk has an invalid number: call `refused`. Raises: RemoteError: the chunk is not of the sender's
-        part."""
+        else the chunk has an invalid number: call `refused`. Raises: RemoteError: no chunk of the sender's part."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")

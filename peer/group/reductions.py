@@ -93,8 +93,8 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it, None if fetched; pieces: the gradient in few bits,
-        if any."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: the gradient in few
+        bits."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -217,8 +217,7 @@ class Pressing:
         return True
 
     def is_due(self, peer: PeerID, now_s: float, *, took_s: float) -> bool:
-        """True if our pieces should be sent to `peer` again. Args: took_s: time that a piece takes to leave for
-        `peer`."""
+        """True if our pieces should be sent to `peer` again. Args: took_s: time that a piece takes to leave."""
         if now_s < self._again_s.get(peer, self._moved_s) + max(PRESS_S, 2.0 * took_s):
             return False
         self._again_s[peer] = now_s
@@ -255,8 +254,8 @@ class AbsentLight:
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
         """Return the first step of which an absent or just returned learner may still request the gradient.
 
-        Args: ready: the other members that take part; whole: the members that hold the whole state; version: the
-        version that we just reached.
+        Args: ready: the other members that take part; whole: those that hold the whole state; version: the version just
+        reached.
         """
         learners = set(ready).difference(whole)
         for peer in self._light - learners:

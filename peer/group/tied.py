@@ -215,8 +215,7 @@ class TiedGradient:
         return Done()
 
     async def _told(self, mate: PeerID, start: RoundStart) -> None:
-        """Tell `mate` that the round has ended; repeat this until `mate` answers or is gone, or we have made the
-        step."""
+        """Tell `mate` that the round has ended; repeat this until `mate` answers or is gone, or we make the step."""
         word = RoundEnded(stage=start.stage, step=start.step, attempt=start.attempt)
         while self._is_open(start.step) and not self._core.is_gone(mate):
             with Tolerating(logger.debug, f"the end of step {start.step}'s round is not acknowledged"):
@@ -249,8 +248,7 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """True if we have not made the step. (A round may end before we reach its step: its leader may be ahead of
-        us.)"""
+        """True if we have not made the step. (A round may end before we reach its step: its leader may be ahead.)"""
         return self._core.version <= step
 
     # The following methods change a copy of a reduced gradient: other members may still need pieces of the original.

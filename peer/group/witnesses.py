@@ -61,8 +61,8 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """Call this after a step or a plan. Sign `state` if some member lacks the state; else drop all states and
-        signatures."""
+        """Sign `state` if some member lacks it, else drop all states and signatures. Call this after a step or a
+        plan."""
         core = self._core
         if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")
@@ -136,8 +136,7 @@ class Witnesses:
 
 
 def is_witnessed(endpoint: Endpoint, offer: StateOffer, keys: tuple[str, ...], asked: tuple[PeerID, ...]) -> bool:
-    """True if the offered state has exactly the layers `keys`, and more than half of the voters `asked` have signed
-    it."""
+    """True if the offered state has exactly the layers `keys`, and more than half of the voters `asked` signed it."""
     if tuple(key for key, _ in offer.digests) != keys:
         return False
     root, signers = root_of(offer.digests), set[PeerID]()

@@ -1,5 +1,4 @@
-"""The input and output of a stage: decodes the activations and gradients that it receives, and encodes those that it
-sends.
+"""A stage's input and output: decodes the activations and gradients that it receives, and encodes those that it sends.
 
 B samples   T tokens   D width   V vocabulary
 """

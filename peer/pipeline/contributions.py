@@ -71,8 +71,7 @@ class Contributions:
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
     def has(self, microbatch: Microbatch) -> bool:
-        """True if the microbatch's gradient is here already: a microbatch may run again after a peer is lost, but
-        counts once."""
+        """True if the microbatch's gradient is here already: it may run again after a peer is lost, but counts once."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
@@ -120,8 +119,8 @@ class Contributions:
         """Request the sum of our contributions to `step` so far.
 
         Args: indices: the held-out gradients to include; None: all.
-        Returns: a function for any thread but the event loop's. Its result is read-only; None: the optimizer step has
-        begun.
+        Returns: a function for any thread but the event loop's. Its result is read-only; None: the optimizer step
+        began.
         """
         made: list[Summed | None] = []
         apart = self._apart.get(step, {})
@@ -213,8 +212,7 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the places of the gradients in the sum and in `kept`; None: there are no places, or none are
-        needed."""
+        """Return the places of the gradients in the sum and in `kept`; None: there are none, or none are needed."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -1,5 +1,5 @@
-"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and the sender has not reported the
-end."""
+"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and the sender reported no end
+yet."""
 
 from dataclasses import dataclass, field
 from typing import Final

@@ -42,8 +42,7 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the tokens' gradient, float32 [N, D]. Add the weights' gradient to the run's gradient, once for each
-        layer.
+        """Return the tokens' gradient, float32 [N, D]. Add the weights' gradient to the run's, once for each layer.
 
         Args: wanted: the group lacks the microbatch's gradient; only the value at a run's first backward counts.
         """

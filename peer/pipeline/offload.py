@@ -50,8 +50,8 @@ class Offload:
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory, pinned for CUDA; `tensor` itself if it is on the CPU or `begin` has not been
-        called."""
+        """Return a copy in host memory, pinned for CUDA; `tensor` itself if it is on the CPU or nothing is
+        offloaded."""
         if not self.is_on or tensor.device.type == "cpu":
             return tensor
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
@@ -68,8 +68,7 @@ class Offload:
         return {key: self.layer(layer) for key, layer in layers.items()}
 
     def state(self, state: StageState) -> StageState:
-        """Return a state with the moments of all layers in host memory; `state` itself if `begin` has not been
-        called."""
+        """Return a state with the moments of all layers in host memory; `state` itself before `begin` is called."""
         if not self.is_on:
             return state
         return replace(state, layers=self.layers(state.layers))

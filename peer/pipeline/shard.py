@@ -1,5 +1,4 @@
-"""The layers of one replica: their state, weights for each step and gradients; in a run with adapters also the frozen
-base model.
+"""The layers of one replica: state, weights for each step, gradients, and in a run with adapters the frozen base model.
 
 N trained parameters of all layers; the layers' flat buffers follow one another
 """
@@ -134,8 +133,7 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be repeated exactly, or exact repetition is not needed (s_max >
-        0)."""
+        """True if a microbatch of the previous step can be repeated exactly, or need not be exact (s_max > 0)."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
@@ -217,8 +215,7 @@ class Shard:
         """Add the microbatch's gradient to its step's sum or, if `held_out` and there is room, keep it apart, so that a
         round can omit it. Call this just before the gradient is announced.
 
-        Returns: True: the gradient is kept apart; False: it is not; None: its step is over, and the gradient is in no
-        sum."""
+        Returns: True: the gradient is kept apart; False: it is not; None: its step is over, and it is in no sum."""
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
@@ -226,8 +223,7 @@ class Shard:
         corrected for the weights at which the gradients were taken, if the strategy corrects and `step` is the current
         version. (If a round begins before our own step to that version has ended, we do not know its weights.)
 
-        Returns: a function for any thread but the event loop's; it returns float32 [N] on the CPU, or None if our
-        optimizer step has begun.
+        Returns: a function for any thread but the event loop's: float32 [N] on the CPU; None: our step has begun.
         """
         total = self._contributions.total(step, indices)
         state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive
@@ -273,8 +269,7 @@ class Shard:
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Return the weights for the microbatch's step. Raises: MemoryError: a step that ran out of memory must finish
-        first."""
+        """Return the weights for the microbatch's step. Raises: MemoryError: a step out of memory must finish first."""
         if (light := self._light) is not None:
             return light  # without moments nothing can be predicted
         state = self.state

@@ -155,8 +155,8 @@ class StageRuntime(StageShard):
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Free the graphs of open microbatches, so that their backwards repeat the forward. From now on compute layer
-        by layer."""
+        """Free the graphs of open microbatches: their backwards repeat the forward. Compute layer by layer from now
+        on."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None
@@ -221,8 +221,7 @@ class StageRuntime(StageShard):
         """Repeat each layer's forward and run its backward, which adds to `.grad` of the leaves. Set `x.grad`, unless
         the stage's input `x` is tokens.
 
-        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: the backward of the
-        loss gave none.
+        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: the loss gave none.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):

@@ -57,8 +57,8 @@ class _Front:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One layer's call to its experts, kept from forward to backward: the part before the call, and the autograd leaves
-    after it."""
+    """One layer's call to its experts, kept from forward to backward: the part before it, and the autograd leaves after
+    it."""
 
     front: _Front
     behind: tuple[Tensor, Tensor, Tensor]

@@ -92,8 +92,7 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights of `state` that must be kept after the coming step, which frees the state; None: keep
-        none."""
+        """Return the weights of `state` to be kept after the coming step, which frees the state; None: keep none."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
@@ -120,7 +119,7 @@ class Weights:
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
         """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
-        weights at which they were taken (`places`). If `places` is None, these were the step's own weights, and no bit
+        weights at which they were taken (`places`). If `places` is None, they were the step's own, and no bit
         changes."""
         if places is None:
             return

@@ -43,8 +43,7 @@ _NOTHING: Final = _BEGINS - 1
 
 
 class ActivationWire:
-    """Encodes and decodes the traffic with both adjacent stages, in the run's widest format until `travel_as` is
-    called."""
+    """Encodes and decodes traffic with both adjacent stages, in the run's widest format until `travel_as` is called."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -128,9 +127,8 @@ class ActivationWire:
         return x_BTD, labels.to(device)
 
     def _words(self, payload: Payload, at: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return three views of the labels in a payload: the targets with their document bits, int32 [B, T]; the
-        weight, float32 [1], or [0] if no weight is sent; the first N tokens of each sample, int32 [B, N], with N = T, 1
-        or 0.
+        """Return three views of a payload's labels: the targets with their document bits, int32 [B, T]; the weight,
+        float32 [1], or [0] if none is sent; the first N tokens of each sample, int32 [B, N], with N = T, 1 or 0.
 
         Args: at: the offset of the labels, in bytes.
         """

@@ -27,8 +27,7 @@ MUTE_AT_THE_END_S = 0.3
 
 @dataclass(kw_only=True, slots=True)
 class Agreement:
-    """The digests that one member has received. Args: has_loss: our stage is the last, which reports the step's
-    loss."""
+    """The digests received by one member. Args: has_loss: our stage is the last, which reports the step's loss."""
 
     me: PeerID
     stage: int
@@ -48,8 +47,7 @@ class Agreement:
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
-        """Record that we are at `version`. Args: gradient_norm: the norm in our step to `version`; None: we loaded the
-        state."""
+        """Record that we are at `version`. Args: gradient_norm: norm in our step to `version`; None: state loaded."""
         self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         if gradient_norm is not None:
             self._norms[version] = gradient_norm
@@ -89,8 +87,8 @@ class Agreement:
         return sum(self._spoken.get(peer, -1) > version for peer in peers)
 
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Return the peers with the lowest announced version above `version`: peers further ahead may no longer keep
-        the gradient of our next step."""
+        """Return the peers at the lowest announced version above `version`: peers further ahead may no longer keep the
+        gradient of our next step."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
@@ -108,8 +106,7 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` that can be compared now: each member has sent a digest, is gone, or is
-        overdue.
+        """Return the rounds up to `version` to compare now: each member has sent a digest, is gone, or is overdue.
 
         A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.

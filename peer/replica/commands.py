@@ -122,8 +122,8 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`. The group records the grant, since `peer` may die before it reports
-    the grant."""
+    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it reports the
+    grant."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -219,7 +219,7 @@ class Resync:
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
     """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: also expect no message from
-    `peer`."""
+    it."""
 
     peer: PeerID
     died: bool = False

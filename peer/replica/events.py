@@ -21,8 +21,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the gradient,
-    too."""
+    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -317,8 +316,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: begun steps stay unfinished,
-    too."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor may a begun step finish."""
 
     source: PeerID
     at_once: bool

@@ -190,8 +190,8 @@ class Control:
         self._begun[step] = self._begun.get(step, 0) + 1
 
     def reached(self, version: int, window: Window, *, commit_s: float) -> None:
-        """Choose how far steps from `version` on run ahead. Args: commit_s: longest commit of all stages; 0: not known
-        yet."""
+        """Choose how far steps from `version` on run ahead. Args: commit_s: longest commit of all stages; 0:
+        unknown."""
         self._own.append(self._begun.get(version - 1, 0))
         self._begun = {step: count for step, count in self._begun.items() if step >= version}
         if version <= self.synchronous_steps:
@@ -232,7 +232,7 @@ class Control:
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """The (steps ahead, gain) in force: the leader's choice, or our own while the leader has none. None: no choice
+        """The (steps ahead, gain) in force: the leader's choice, or ours while the leader has none. None: no choice
         yet."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain

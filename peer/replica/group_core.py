@@ -14,7 +14,7 @@ and its Progress lists what it had granted until then. A draining member is no l
 it stays ready, and its messages count, until its contributions are committed, whether or not a plan still names it.
 
 A layout that ends at a version (`Plan.cutover_version`) commits no later step, even a complete one: the next layout
-recomputes it.
+makes it.
 
 `attempt` orders the rounds of one step: by plan sequence, then by the leader's own retries. Members follow the round
 with the highest number. A member that was left out of a round, or missed the round's end, sees from the other members'
@@ -117,8 +117,7 @@ class GroupCore(GroupView):
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
-        """Follow a plan. Args: former: peers that recent plans, but not this one, name in the group; they may still
-        drain."""
+        """Follow a plan. Args: former: peers that only recent plans name in the group; they may still drain."""
         before = self.group_peers
         self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
         self._losses.begins_at = plan.restore_version
@@ -133,8 +132,7 @@ class GroupCore(GroupView):
         return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def take_part(self, ready: bool, *, learner: bool = False, now_s: float) -> list[CommitCommand]:
-        """Begin to take part, with the group's state or, if `learner`, its weights alone. `ready` False: stop taking
-        part."""
+        """Begin to take part, with the group's state or, if `learner`, its weights alone. If not `ready`, stop."""
         was_learner = self.is_learner
         self.set_ready(ready, learner=learner)
         self._note_whole(self.me, was_learner=was_learner)
@@ -252,8 +250,7 @@ class GroupCore(GroupView):
         return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """Remove an unreachable member if it drains. If the member is not ready, do not wait until it names a
-        leader."""
+        """Remove an unreachable member if it drains. If it is not ready, do not wait for it to name a leader."""
         if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:

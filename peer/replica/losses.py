@@ -59,7 +59,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches as claimed by `peer`, which reported them, or to which we granted them (its report may be
+        """Record microbatches that `peer` claimed: it reported them, or we granted them to it (its report may be
         lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
@@ -94,8 +94,7 @@ class Losses:
                 del table[step]
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
-        """Return the repair requests that are due. Args: lacks: True if no member has contributed microbatch (step,
-        index)."""
+        """Return the due repair requests. Args: lacks: True if no member has contributed microbatch (step, index)."""
         if now_s >= self.suspect_at_s:
             self._grown_at_s = now_s
             self._num_asked += 1

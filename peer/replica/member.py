@@ -132,8 +132,7 @@ class MemberCore(ABC):
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """React to the loss of work that we had sent to `peer`. `successor`: the new incarnation of `peer` if it
-        restarted."""
+        """React to the loss of work that we had sent to `peer`. `successor`: its new incarnation, if it restarted."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:

@@ -2,8 +2,8 @@
 
 Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the list of
 grants (`WorkQueue`), and holds every claim open until it may grant the claimant a microbatch, for `PATIENCE_S` at most.
-It serves all open claims of one turn of the event loop together. A claimant that is far slower than the other claimants
-gets one microbatch now and then.
+It serves all open claims of one turn of the event loop together. A far slower claimant gets one microbatch now and
+then.
 
 Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep members to their
 shares: a window is as large as the rate that it measures, and the rate is as high as the window is large, so nothing
@@ -216,8 +216,7 @@ class MicrobatchQueue:
         return self._end_halts(now_s)
 
     def look_again(self, now_s: float) -> list[QueueCommand]:
-        """Claim and grant again after a change: the window has room, the leader is new, or a member has become
-        ready."""
+        """Claim and grant again after a change: the window has room, the leader is new, or a member became ready."""
         ended: list[QueueCommand] = []
         if self.group.leader != self.group.me:
             # The claimants now claim from the new leader. If we kept these claims until we lead again, we would grant
@@ -243,8 +242,7 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Record which microbatches of `step` a member has contributed (`indices`) and was granted; both are
-        bitmaps."""
+        """Record a member's microbatches of `step`: those contributed (`indices`) and those granted, as bitmaps."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)

@@ -45,8 +45,7 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time: the wait for its next trial is at least twice the last
-        wait."""
+        """Record that the peer has not answered in time: its next trial comes after at least twice the last wait."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -66,8 +65,7 @@ class PeerPace:
         return {peer: self._weight(peer, best_s) for peer in among}
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
-        """True if the peer has had no microbatch for so long that a trial is due: the peer may be new, or have
-        recovered."""
+        """True if the peer has had no microbatch for so long that a trial is due: it may be new or have recovered."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it is new: give its share time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
@@ -144,8 +142,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Follow a new plan's shares. Count from zero the microbatches that each replica gets; keep the outstanding
-        ones."""
+        """Follow a new plan's shares. Count what each replica gets from zero again; keep outstanding microbatches."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]
@@ -186,8 +183,8 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return, from the replicas with the fewest outstanding microbatches for their share, the one furthest behind
-        its share."""
+        """Return the replica furthest behind its share, of those with the fewest outstanding microbatches for their
+        share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())

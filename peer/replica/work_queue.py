@@ -99,8 +99,7 @@ class WorkQueue:
 
     def halt(self, *, at_once: bool) -> int:
         """Begin no further step until `go_on`; `at_once`: also grant nothing more of the steps that have begun.
-        Returns: the version at which every stage will stop; a further call may lower this version, but never raise
-        it."""
+        Returns: the version at which every stage will stop; a further call may lower it, but never raise it."""
         begun = {step: taken for step, taken in self._taken.items() if taken}
         if at_once:
             steps, all_of_it = range(self.version, self.steps), self.microbatches
