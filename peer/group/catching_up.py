@@ -150,7 +150,7 @@ class CatchingUp:
         return "taken"
 
     async def _wait_for(self, fetch: _Fetch, step: int) -> None:
-        """Raises: Unreachable: no piece has arrived for a minute, or the member is lost."""
+        """Wait for the whole gradient. Raises: Unreachable: no piece arrived for a minute, or the member is lost."""
         while not fetch.is_whole:
             before = fetch.num_taken
             try:

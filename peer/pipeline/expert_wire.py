@@ -38,7 +38,7 @@ class TokenWire:
         return payload
 
     def decode(self, payload: Payload, device: torch.device) -> Tensor:
-        """Return a new float32 [P, D] on `device`."""
+        """Decode tokens. Return a new float32 [P, D] on `device`."""
         if not len(payload):
             return torch.zeros(0, self._width, device=device)
         rows_PD = torch.frombuffer(payload, dtype=self._dtype).view(-1, self._width)
@@ -67,7 +67,7 @@ class TokenWire:
         return bytearray().join(parts)
 
     def check_tokens(self, meta: ExpertTokens, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: no honest peer of this run sends such tokens."""
+        """Check a frame. Raises: RemoteError: no honest peer of this run sends such tokens."""
         self.check_microbatch(meta.step, meta.index, source)
         experts = [expert for expert, _ in meta.counts]
         if not experts or experts != sorted(set(experts)) or not 0 <= experts[0] <= experts[-1] < self._num_experts:
@@ -81,7 +81,7 @@ class TokenWire:
             raise RemoteError(source, "sent gradients of a validation")
 
     def check_microbatch(self, step: int, index: int, source: PeerID) -> None:
-        """Raises: RemoteError: this run has no such microbatch."""
+        """Check that microbatch (step, index) exists. Raises: RemoteError: this run has no such microbatch."""
         training = self._training
         known = -training.validation_microbatches <= index < training.microbatches_per_step
         if not (0 <= step <= training.steps and known):

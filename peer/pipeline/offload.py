@@ -5,8 +5,8 @@ taken): the optimizer step and predictions for a step ahead. A sum that is being
 anyway. Once a job has run out of memory, these tensors stay on the host and return layer by layer for each use. The
 bits are the same; a step takes longer.
 
-Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
-does, because its bits equal those of all members (`../compute/known_answers.py`).
+Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. The paper's CPU runs the optimizer; here the
+device does, because its bits equal those of all members (`../compute/known_answers.py`).
 """
 
 import logging
@@ -50,8 +50,7 @@ class Offload:
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory, pinned for CUDA; `tensor` itself if it is on the CPU or nothing is
-        offloaded."""
+        """Return a copy in host memory, pinned for CUDA; `tensor` itself if it is on the CPU or offloading is off."""
         if not self.is_on or tensor.device.type == "cpu":
             return tensor
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")

@@ -73,11 +73,11 @@ class ActivationWire:
         return tensor_bytes(self._backward, self._numel)
 
     def check_activation(self, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: the number of bytes from `source` fits none of this run's activations."""
+        """Check a payload's size. Raises: RemoteError: the number of bytes fits none of this run's activations."""
         _check(len(payload), [each + self.targets_bytes for each in self._activations], source)
 
     def check_gradient(self, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: the number of bytes from `source` fits none of this run's gradients."""
+        """Check a payload's size. Raises: RemoteError: the number of bytes fits none of this run's gradients."""
         _check(len(payload), [*self._gradients], source)
 
     def encode_activation(self, x_BTD: Tensor, labels: Labels) -> bytearray:

@@ -14,7 +14,7 @@ and its Progress lists what it had granted until then. A draining member is no l
 it stays ready, and its messages count, until its contributions are committed, whether or not a plan still names it.
 
 A layout that ends at a version (`Plan.cutover_version`) commits no later step, even a complete one: the next layout
-makes it.
+makes that step.
 
 `attempt` orders the rounds of one step: by plan sequence, then by the leader's own retries. Members follow the round
 with the highest number. A member that was left out of a round, or missed the round's end, sees from the other members'
@@ -64,7 +64,7 @@ class GroupCore(GroupView):
 
     Args:
         deadline_s: after this long at a version, the leader commits with at least `quorum` (a fraction) of the step's
-            microbatches. 0: it always waits for all.
+            microbatches. 0: the leader always waits for all.
         catch_up_after_s: how long we wait for the end of a round that names us once another member has a later version.
         incarnation: number of this replica's start here; after a restart it has lost its state and has a higher number.
     """
@@ -95,7 +95,8 @@ class GroupCore(GroupView):
     # --- events ---
 
     def handle(self, event: CommitEvent, *, now_s: float) -> list[CommitCommand]:
-        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
+        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
+        nothing."""
         match event:
             case TimerFired():
                 return self._timer(now_s)

@@ -69,7 +69,8 @@ class MemberCore(ABC):
         return self._plan
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
+        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
+        nothing."""
         match event:
             case GradientCounted() | Stepped() | MemberSilent():
                 return self._of_the_group(event, now_s)

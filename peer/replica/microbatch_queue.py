@@ -1,9 +1,9 @@
 """Decides which member of stage 0 computes which microbatch. Pure.
 
-Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the list of
-grants (`WorkQueue`), and holds every claim open until it may grant the claimant a microbatch, for `PATIENCE_S` at most.
-It serves all open claims of one turn of the event loop together. A far slower claimant gets one microbatch now and
-then.
+Theory of operation. A member whose window (limit on microbatches in flight) has room sends the group's leader a claim.
+The leader keeps the list of grants (`WorkQueue`), and holds every claim open until it may grant the claimant a
+microbatch, for `PATIENCE_S` at most. It serves all open claims of one turn of the event loop together. A claimant far
+slower than the rest gets a microbatch now and then.
 
 Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep members to their
 shares: a window is as large as the rate that it measures, and the rate is as high as the window is large, so nothing
@@ -160,7 +160,8 @@ class MicrobatchQueue:
         return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
     def handle(self, event: QueueEvent, *, now_s: float) -> list[QueueCommand]:
-        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
+        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
+        nothing."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -255,7 +256,7 @@ class MicrobatchQueue:
                 self.made(microbatch, now_s=now_s)
 
     def made(self, microbatch: Microbatch, *, now_s: float) -> None:
-        """Record that we, or another member, have contributed `microbatch`."""
+        """Record that a member, perhaps this one, has contributed `microbatch`."""
         granted = self._out.pop(microbatch, None)
         if granted is not None:
             self._made_s[granted.peer] = now_s
@@ -515,7 +516,7 @@ class MicrobatchQueue:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
+        """Check a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
         if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):

@@ -142,7 +142,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Follow a new plan's shares. Count what each replica gets from zero again; keep outstanding microbatches."""
+        """Follow a new plan's shares. Count microbatches given to replicas anew; keep the outstanding ones."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]

@@ -149,7 +149,7 @@ class Tallies:
         return True
 
     def take(self, source: PeerID, message: Progress) -> bool:
-        """Record a member's report on a step. Return True if its contribution has grown."""
+        """Record a member's report on a step. Return True if the member's contribution has grown."""
         tally, indices = self.tally(message.step, source), indices_from(message.indices, count=self.microbatches)
         before, now = tally.indices.bit_count(), indices.bit_count()
         if now >= before:  # Reports may overtake each other; a contribution only grows.

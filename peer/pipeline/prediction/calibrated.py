@@ -86,8 +86,7 @@ class Calibrated(PipeOptim):
             self._gains[trace.staleness_steps] = gain
 
     def _begin(self, layer: LayerState, settings: Settings) -> _Trace | None:
-        """Begin to measure the gain of that staleness, in steps, which was measured longest ago; None: no prediction
-        was ever used."""
+        """Begin to measure the gain that was measured longest ago; None: no prediction was ever used."""
         if not self._gains:
             return None
         staleness_steps = next(iter(self._gains))

@@ -1,9 +1,9 @@
 """The interface of all strategies against stale weights.
 
 A microbatch of step t needs the weights w_t. If the layer is at version v < t, the microbatch is s = t - v steps stale.
-A strategy decides with which weights ŵ instead the microbatch computes, whether its backward uses the same weights as
-its forward, and how its gradient is corrected, before the reduction, once w_t is known. What a strategy learns from
-past steps, and so ŵ, may differ between the members of a group.
+A strategy decides which other weights ŵ the microbatch uses, whether its backward uses the same weights as its forward,
+and how its gradient is corrected before the reduction, once w_t is known. What a strategy learns from past steps, and
+so ŵ, may differ between the members of a group.
 
 N parameters of one layer
 """
