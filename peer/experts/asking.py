@@ -58,7 +58,7 @@ class Asking:
 
     @property
     def shunned(self) -> frozenset[PeerID]:
-        """Holders to avoid now, because they were far slower than others."""
+        """Holders to avoid now, because they were far slower than other holders."""
         return self._patience.shunned(self._s.clock.now_s())
 
     def next_serial(self) -> int:

@@ -11,8 +11,7 @@ SHARE_MIN = 1e-3
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
-    """Return the fraction of its tokens that `me` sends to each holder, so that all senders together meet the holders'
-    shares.
+    """Return the fraction of its tokens that `me` sends to each holder, so that all senders together meet the shares.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
     go to holders whose share exceeds their own tokens, in proportion to the excess.

@@ -1,4 +1,4 @@
-"""Sends the tokens of a stage's microbatches to the holders of experts, and collects their results.
+"""Sends the tokens of a stage's microbatches to the holders of experts, and collects the results.
 
 One holder serves an expert for a whole microbatch (`choice.py`). For each layer, each holder gets one frame, without
 padding. A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. At the end the

@@ -51,7 +51,7 @@ class Pieces:
         self._slowest_s.pop(target, None)
 
     def may_arrive(self, target: PeerID, step: int) -> bool:
-        """True if a piece of that step's round is on its way to `target`, or was a moment ago."""
+        """True if a piece of the round of `step` is on its way to `target`, or was a moment ago."""
         last_step, left_s = self._last.get(target, (-1, 0.0))
         is_fresh = last_step == step and self._clock.now_s() < left_s + _ON_THE_WAY_S
         return is_fresh or (target, step) in self._unsent
@@ -122,7 +122,7 @@ class Pieces:
         return await self._encoded(lambda: self._vectors.piece_payload(piece.values_C, piece.form, piece.key))
 
     async def _encoded(self, encode: Callable[[], Payload]) -> Payload:
-        """Encode numbers. A narrow format takes computation, which stays off the event loop."""
+        """Run `encode`; if it takes much computation (narrow formats), run it off the event loop."""
         return await self._compute.run_on_host(encode) if self._vectors.narrows else encode()
 
     def _cut(self, numel: int) -> list[MeanPiece]:

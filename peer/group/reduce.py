@@ -108,8 +108,7 @@ class Reduction:
 
     @property
     def pieces(self) -> tuple[MeanPiece, ...]:
-        """The complete mean's pieces as they travelled; empty in fp32 and bf16, in which the mean can be encoded
-        again."""
+        """The complete mean's pieces as they travelled; empty in fp32 and bf16: the mean can be encoded again."""
         form, rounded = self.start.form, sorted(self._rounded.items())
         sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
         return tuple(MeanPiece(start, sizes[start], form, payload) for start, payload in rounded)

@@ -93,8 +93,7 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: the gradient in few
-        bits."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: its encoded pieces."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:

@@ -101,8 +101,7 @@ class TiedGradient:
         spans: the slices of the matrix among our parameters (`tied_spans`): one, or two if the stage is both ends.
         keep_steps: number of steps that a member of the other end may be behind us.
         other_end: returns the number of the other end's stage and its planned members; None: our stage is both ends.
-        on_whole: called with a step's gradient, float32 [N], in which the matrix has the sum of both ends, and its
-            round.
+        on_whole: called with a step's gradient, float32 [N], which has both ends' sum for the matrix, and our round.
         begin: called to take part in a round that was put off.
     """
 

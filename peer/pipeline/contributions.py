@@ -119,8 +119,7 @@ class Contributions:
         """Request the sum of our contributions to `step` so far.
 
         Args: indices: the held-out gradients to include; None: all.
-        Returns: a function for any thread but the event loop's. Its result is read-only; None: the optimizer step
-        began.
+        Returns: a function for any thread but the event loop's. Its result is read-only; None: the step has begun.
         """
         made: list[Summed | None] = []
         apart = self._apart.get(step, {})

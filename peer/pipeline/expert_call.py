@@ -32,8 +32,7 @@ It returns a `T`. No torch mode (such as `no_grad`) may be active at a `yield`, 
 
 
 class JobInParts(Generic[T]):
-    """Runs a `Calling` (generator of calls to experts) part by part. After the last part `value` is the job's
-    result."""
+    """Runs a `Calling` (generator of calls to experts) part by part. At the end `value` is the job's result."""
 
     value: T
 

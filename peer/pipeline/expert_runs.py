@@ -1,5 +1,4 @@
-"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and the sender reported no end
-yet."""
+"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and no end has been reported."""
 
 from dataclasses import dataclass, field
 from typing import Final

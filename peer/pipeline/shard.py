@@ -69,8 +69,7 @@ class How(TypedDict, total=False):
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses compute forward and backward.
 
-    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's thread and touch no
-    tensor.
+    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's, and touch no tensor.
 
     **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
     layer's old state is freed as soon as its new state exists. During a step `state` is None. A step that runs out of
@@ -269,7 +268,8 @@ class Shard:
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Return the weights for the microbatch's step. Raises: MemoryError: a step out of memory must finish first."""
+        """Return the weights for the microbatch's step. Raises: MemoryError: a step that ran out of memory is
+        unfinished."""
         if (light := self._light) is not None:
             return light  # without moments nothing can be predicted
         state = self.state

@@ -155,8 +155,7 @@ class StageRuntime(StageShard):
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Free the graphs of open microbatches: their backwards repeat the forward. Compute layer by layer from now
-        on."""
+        """Free the graphs of open microbatches: their backwards repeat the forward. From now on go layer by layer."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None

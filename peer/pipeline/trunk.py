@@ -57,7 +57,7 @@ class _Front:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One layer's call to its experts, kept from forward to backward: the part before it, and the autograd leaves after
+    """One layer's call to its experts, kept from forward to backward: the part before the call and the leaves after
     it."""
 
     front: _Front

@@ -3,14 +3,16 @@
 Theory of operation. A set of weights is referenced by its users: a microbatch between forward and backward, a gradient
 that will be corrected, the cache of sets made at the current version. When the last reference goes, the set is freed.
 
-How many sets can there be? The current version v is one. Each step ahead, t in (v, v + s_max], has at most one: its
-first microbatch makes it, and as long as it is referenced, later microbatches share it, even if a newer version could
-give a better one. A commit turns a step ahead into the current step: new microbatches get w_t itself, but older ones
-may still hold their predicted set. So at most 1 + s_max + 1 sets are alive: 4 at s_max = 2, where a new set at every
-version would make 6. Strategies that predict nothing hold past versions instead, at most s_max + 1.
+How many sets can there be? The current version v is one. Each step ahead, t in (v, v + s_max], has at most one: the
+step's first microbatch makes the set, and as long as the set is referenced, later microbatches share it, even if a
+newer version could give a better one. A commit turns a step ahead into the current step: new microbatches get w_t
+itself, but older ones may still hold their predicted set. So at most 1 + s_max + 1 sets are alive: 4 at s_max = 2,
+where a new set at every version would make 6. Strategies that predict nothing hold past versions instead, at most s_max
++ 1.
 
-A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
-there is room for a set. If there is no room for the first set of a step, its microbatches use the current weights.
+A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen 1.5 times as many of
+them as for the old set, if there is room for a set. If there is no room for the first set of a step, its microbatches
+use the current weights.
 """
 
 import logging

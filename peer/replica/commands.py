@@ -122,8 +122,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it reports the
-    grant."""
+    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it does so."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -218,8 +217,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: also expect no message from
-    it."""
+    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from it."""
 
     peer: PeerID
     died: bool = False

@@ -232,8 +232,7 @@ class Control:
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """The (steps ahead, gain) in force: the leader's choice, or ours while the leader has none. None: no choice
-        yet."""
+        """The (steps ahead, gain) in force: the leader's choice, or ours while the leader has none. None: no choice."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain
         return self._led

@@ -227,7 +227,7 @@ class GroupCore(GroupView):
         """Remove a member's earlier incarnation if it now reports `incarnation`, in a Progress or a PresenceUpdate. A
         member that restarts too often is reported, and barred.
 
-        This opens no round. The caller tries that after it has applied the rest of the message: the member may be ready
+        This opens no round. The caller tries to, after applying the rest of the message: the member may be ready
         again."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):

@@ -117,8 +117,7 @@ def in_turn(receivers: Sequence[T], sender: int, num_senders: int) -> Sequence[T
     sender, below `num_senders`.
 
     A sender knows only its own microbatches. If all senders began with the first receiver, senders with seven
-    microbatches each would all choose the same seven of eleven receivers, and the step would wait for the longest
-    queue."""
+    microbatches each would all choose the same seven of eleven receivers, and the step would wait for long queues."""
     first = sender * len(receivers) // num_senders
     return (*receivers[first:], *receivers[:first])
 
@@ -183,7 +182,7 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return the replica furthest behind its share, of those with the fewest outstanding microbatches for their
+        """Return, of the replicas with the least outstanding work for their share, the one furthest behind its
         share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}

@@ -17,7 +17,7 @@ from shoal.protocol.wire_format import WireFormat
 class GroupView(MembershipView):
     """One member's view of its group: members, contributions, rounds and digests. `GroupCore` changes it.
 
-    Args: microbatches: M, per step; sums: number formats in which the group's rounds may send gradients.
+    Args: microbatches: M, number per step; sums: number formats in which the group's rounds may send gradients.
     """
 
     stage: int

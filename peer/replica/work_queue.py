@@ -19,8 +19,8 @@ class WorkQueue:
 
     Args:
         steps: number of the run's steps; step `steps` itself has only validation.
-        microbatches: M, per step.
-        s_max: steps up to this many ahead of the version may be granted.
+        microbatches: M, number per step.
+        s_max: how many steps ahead of the version may be granted at most.
         synchronous_steps: number of first steps that are never granted ahead.
         validation_interval: steps between validations; 0: never.
     """
