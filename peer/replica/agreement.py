@@ -47,7 +47,7 @@ class Agreement:
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
-        """Record that we are at `version`. Args: gradient_norm: norm in our step to `version`; None: state loaded."""
+        """Record that we are at `version`. Args: gradient_norm: None if we loaded the state instead of stepping."""
         self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         if gradient_norm is not None:
             self._norms[version] = gradient_norm

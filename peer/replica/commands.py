@@ -122,7 +122,8 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it does so."""
+    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it reports
+    it."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -209,7 +210,7 @@ class AskRepair:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Fetch the group's state at `version` from `mate`: our state differs from it."""
+    """Fetch the group's state at `version` from `mate`, because our own state differs."""
 
     mate: PeerID
     version: int

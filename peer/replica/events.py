@@ -202,7 +202,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """`peer`, of the next stage, will not compute the microbatch, because it pauses or its weights lag."""
+    """`peer`, of the next stage, will not compute the microbatch, because `peer` pauses or its weights lag."""
 
     microbatch: Microbatch
     peer: PeerID
@@ -307,7 +307,7 @@ class RepairDeclined:
 
 @dataclass(frozen=True, slots=True)
 class WorkReturned:
-    """A member hands back `microbatch`, because it pauses or lags. `begun`: the microbatch may have run in part."""
+    """A member that pauses or lags hands back `microbatch`. `begun`: the microbatch may have run in part."""
 
     source: PeerID
     microbatch: Microbatch

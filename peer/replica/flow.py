@@ -9,10 +9,10 @@ continents the quickest route says little about all routes together. A gain abov
 not full, the rate rises and so does the window; if it was full, only the queues grow.
 
 The time that a microbatch stood in queues, for a device or for a link, is subtracted from its round trip: each stage
-measures this time and sends it with the gradient. A network cannot, so BBR empties its queue now and then to see an
-empty round trip. Without either, a full pipeline always measures rate x round trip = what is in flight, and the window
-grows by its gain for ever: a model of this pipeline had 25 to 40 times too much in flight within minutes. Emptying the
-pipeline would cost throughput, and several stage-0 replicas would have to do so at the same time.
+measures this time and sends it with the gradient. A network cannot measure it, so BBR empties its queue now and then to
+see an empty round trip. Without either, a full pipeline always measures rate x round trip = what is in flight, and the
+window grows by its gain for ever: a model of this pipeline had 25 to 40 times too much in flight within minutes.
+Emptying the pipeline would cost throughput, and several stage-0 replicas would have to do so at the same time.
 
 `Control` chooses how many steps stage 0 runs ahead of its version, k, and the gain g for microbatches ahead. It feeds
 the measurements of the window and of `CommitTimes` into the model in `protocol/running_ahead.py`. The choice does not
@@ -92,7 +92,7 @@ class Window:
         return len(self._sent) < self.size
 
     def size_at(self, gain: float) -> int:
-        """Return the window size for another gain. Call it only after the first measurement."""
+        """Return the window size for another gain. Call this only after the first measurement."""
         return max(2, min(self.size_max, int(gain * self.rate_per_s * self.round_trip_s) + 1))
 
     def sent(self, key: object, *, now_s: float) -> None:
@@ -190,8 +190,7 @@ class Control:
         self._begun[step] = self._begun.get(step, 0) + 1
 
     def reached(self, version: int, window: Window, *, commit_s: float) -> None:
-        """Choose how far steps from `version` on run ahead. Args: commit_s: longest commit of all stages; 0:
-        unknown."""
+        """Choose how far steps from `version` on run ahead. Args: commit_s: longest commit of a stage; 0: unknown."""
         self._own.append(self._begun.get(version - 1, 0))
         self._begun = {step: count for step, count in self._begun.items() if step >= version}
         if version <= self.synchronous_steps:

@@ -67,7 +67,7 @@ class Rounds:
         )
 
     def void(self, step: int) -> None:
-        """Drop the round of `step`, which will not end. Our next round has a higher number, so all members leave the old one."""
+        """Drop the round of `step`, which will not end. Our next round has a higher number, so members follow that."""
         order = self.open.pop(step).attempt // _EACH**2
         self.retries = max(self.retries, order - self.plan_sequence * _EACH) + 1
 
