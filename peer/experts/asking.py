@@ -1,4 +1,4 @@
-"""Sends tokens and end-of-run reports to a holder of experts until it answers, or another holder is the better
+"""Sends tokens and end-of-run reports to a holder of experts until it answers or another holder is the better
 choice."""
 
 import asyncio
@@ -39,7 +39,7 @@ class _Asked:
 
 
 class Asking:
-    """Frames and messages to holders of experts, while we have one place in a stage.
+    """Sends frames and messages to holders of experts, for as long as we have one place in a stage.
 
     Args: has_others: returns whether holders other than the given one could serve the whole frame."""
 
@@ -58,7 +58,7 @@ class Asking:
 
     @property
     def shunned(self) -> frozenset[PeerID]:
-        """Holders to avoid now, because they were far slower than others."""
+        """Holders to avoid now, because they were far slower than other holders."""
         return self._patience.shunned(self._s.clock.now_s())
 
     def next_serial(self) -> int:
@@ -99,7 +99,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` that a run has ended. Return True if the holder has counted the microbatch."""
+        """Report to `holder` that a run has ended. Return True if `holder` has counted the run's microbatch."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))
@@ -120,7 +120,7 @@ class Asking:
         return False
 
     def give_up(self, peer: PeerID) -> None:
-        """Give up all frames and reports to a peer that is lost or has lost its experts."""
+        """Stop waiting for the answers of a peer that is lost or has lost its experts."""
         for asked in self._asked.values():
             if asked.holder == peer:
                 asked.give_up()
@@ -138,7 +138,7 @@ class Asking:
             asked.give_up()
 
     async def _wait(self, asked: _Asked, meta: ExpertTokens, for_s: float) -> None:
-        """Wait for the answer, at most `for_s` seconds. Give the holder up if others answer much faster."""
+        """Wait for the answer at most `for_s` seconds. Give the holder up if other holders answer much faster."""
         until_s = self._s.clock.now_s() + for_s
         while (now_s := self._s.clock.now_s()) < until_s and not asked.answer.done():
             await asyncio.wait({asked.answer}, timeout=min(_LOOK_S, until_s - now_s))

@@ -11,8 +11,7 @@ SHARE_MIN = 1e-3
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
-    """Return the part of its tokens that `me` sends to each holder, so that all senders together meet the holders'
-    shares.
+    """Return the fraction of its tokens that `me` sends to each holder, so that all senders together meet the shares.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
     go to holders whose share exceeds their own tokens, in proportion to the excess.
@@ -20,7 +19,7 @@ def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID
     Args:
         holders: holder of one expert -> its share of the tokens, > 0; the shares need not sum to 1.
         senders: member of the stage -> its share of the microbatches; `me` may be missing.
-    Returns: holder -> positive part; the parts sum to 1 apart from `SHARE_MIN`.
+    Returns: holder -> fraction > 0; the fractions sum to 1 apart from `SHARE_MIN`.
     """
     due, have = _normed(holders), _normed(senders)
     mine = have.get(me, 0.0)
@@ -42,7 +41,7 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 class HolderRouter(Router):
     """Distributes the microbatches of one expert among its holders by their shares.
 
-    Earlier choices count, and outstanding ones twice. Outstanding ones alone would not do: they are few at a time, so
+    All earlier choices count, and microbatches still outstanding count twice. The outstanding ones alone are too few:
     the holder with the largest share would get every microbatch.
     """
 
@@ -61,7 +60,7 @@ class HolderRouter(Router):
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return no holder: a holder without a share needs no trial, and `patience.py` handles slow holders."""
+        """Return no holder, since none needs a trial here: `patience.py` handles slow holders."""
         return []
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:

@@ -1,10 +1,10 @@
-"""Sends the tokens of a stage's microbatches to the holders of experts, and collects their results.
+"""Sends the tokens of a stage's microbatches to the holders of experts, and collects the results.
 
 One holder serves an expert for a whole microbatch (`choice.py`). For each layer, each holder gets one frame, without
 padding. A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. At the end the
-microbatch is *settled*: the replacement repeats the backwards that the lost holder had done, and each holder is told to
-count the microbatch. If none of an expert's holders can be reached, its tokens are *passed by*: they skip the expert,
-and only the residual stream carries them on.
+microbatch is *settled*: the replacement repeats the lost holder's backwards, and each holder is told to count the
+microbatch. If none of an expert's holders can be reached, its tokens are *passed by*: they skip the expert, and only
+the residual stream carries them on.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _PASS_BY_S: Final = 10.0
 
 
 class ExpertDispatch:
-    """The expert traffic of this peer while it has one place in stage `stage`."""
+    """This peer's traffic with experts, for as long as it has one place in stage `stage`."""
 
     def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
         self._s = services
@@ -147,9 +147,9 @@ class ExpertDispatch:
     async def _serve_all(
         self, passage: Passage, todo: set[int], serve: Callable[[PeerID, Sequence[int]], Awaitable[bool]]
     ) -> set[int]:
-        """Let holders serve the experts `todo`; try others if some fail. Returns: experts that no holder could serve.
+        """Let holders serve the experts `todo`, and others if some fail. Return the experts that no holder could serve.
 
-        Args: serve: (holder, some of its experts) -> True if it has served all of them, False if none.
+        Args: serve: called with (holder, some of its experts); returns True if all of these were served, False if none.
         """
         began_s, wait_s = self._s.clock.now_s(), _RETRY_S
         while todo:
@@ -197,7 +197,8 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Send a frame to `holder` and return its answer; None: it failed, and is no longer our holder of `counts`.
+        """Send a frame to `holder` and return its answer; None: it failed, and no longer serves the experts in
+        `counts`.
 
         Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the rows' gradients."""
         microbatch = passage.microbatch
@@ -239,7 +240,7 @@ class ExpertDispatch:
             self.abandon(passage)
 
     async def _close(self, passage: Passage, retried: bool, holder: PeerID, experts: Sequence[int]) -> bool:
-        """Tell a holder to count the microbatch for its `experts`. Returns: False if that failed."""
+        """Tell a holder to count the microbatch for its `experts`. Return False if the holder failed."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
                 return False
@@ -259,7 +260,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Repeat at `holder` the backwards that only a lost holder had done. Returns: False if that failed."""
+        """Repeat at `holder` the expert's backwards that only a lost holder had run. Return False if this failed."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]
@@ -281,7 +282,7 @@ class ExpertDispatch:
         part.lose()
 
     def _is_lost(self, expert: int) -> bool:
-        """True if none of the expert's holders by the plan can be reached."""
+        """True if none of the holders that the plan gives the expert can be reached."""
         return all(peer in self._absent for peer in self._routers[expert].shares)
 
     def _pass_by(self, passage: Passage, call: ExpertCall, experts: Iterable[int]) -> None:

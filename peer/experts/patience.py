@@ -1,7 +1,7 @@
 """Decides how long to wait for a holder of experts, by the times that other holders take. Pure.
 
-All holders of an expert may wait for the same version. So a holder is given up only after others have answered for the
-same step or a later one. It is then avoided for a time that grows with each late answer.
+All holders of an expert may wait for the same version. So a holder is given up only after other holders have answered
+for the same step or a later one, and is avoided for a time that grows with each late answer.
 """
 
 from collections import deque
@@ -52,5 +52,5 @@ class Patience:
         self._shunned[holder] = (now_s + for_s, for_s)
 
     def shunned(self, now_s: float) -> frozenset[PeerID]:
-        """Return the holders to avoid now if another holder can serve."""
+        """Return the holders to avoid at `now_s` if another holder can serve."""
         return frozenset(holder for holder, (until_s, _) in self._shunned.items() if now_s < until_s)

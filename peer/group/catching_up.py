@@ -1,11 +1,11 @@
 """Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
 Often a member that is behind only has to wait: its pieces are on their way, and the whole gradient in float32 has eight
-times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
-round stands still, the members that are behind may follow a later attempt than the one that the others have finished,
-and wait for pieces from each other that never come. Then the member asks all members that owe it pieces. It waits only
-if one of them answers that its pieces have not left yet (on a slow line they stand behind activations for minutes);
-otherwise only a member past the step can help.
+times the bytes of a round in 4 bits. So such a member first asks one member that owes it a piece, and believes the
+answer. If the round stands still, the members that are behind may follow a later attempt than the finished one, and
+wait for pieces from each other that never come. In this case the member asks all members that owe it pieces. It waits
+only if one of them answers that its pieces have not left yet (on a slow line pieces stand behind activations for
+minutes); otherwise only a member past the step can help.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces as they travelled, or none if some piece is exact and so has no bytes kept."""
+        """All pieces as they travelled; empty if some piece came as exact numbers, of which no bytes are kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 
@@ -65,7 +65,7 @@ class CatchingUp:
     """Ask for reduced gradients that this replica lacks, and answer such requests of other members.
 
     Args:
-        kept: the reduced gradients that are here.
+        kept: the reduced gradients that this replica keeps.
         wanted_from: returns the first step whose reduced gradient a part of our state still lacks.
         on_mean: called with (step, whole gradient, its pieces as they travelled) for a step that we have not made.
         on_behind: called with a member whose state we must fetch, since it no longer has the gradient that we need.
@@ -103,8 +103,8 @@ class CatchingUp:
                 fetch.over.set()
 
     async def catch_up(self, mate: PeerID, step: int, *, owing: Sequence[PeerID], is_still: bool) -> None:
-        """Fetch the reduced gradient of `step` from `mate`, which is past it, unless our round's pieces are on their
-        way.
+        """Fetch the reduced gradient of `step` from `mate`, which is past `step`, unless our round's pieces are on
+        their way.
 
         Args:
             owing: the members that owe us a piece of our round of `step`.
@@ -127,14 +127,14 @@ class CatchingUp:
                     return
 
     def _is_lacking(self, step: int) -> bool:
-        """True if the step is our next and its gradient is not here (nor waits here for our device)."""
+        """True if the step is our next and its gradient is not here (or waiting for our device)."""
         return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Fetch the reduced gradient of `step` from `mate`. Keep it if a part of our state still lacks it when it
-        arrives, and commit it if `step` is our version.
+        """Fetch the reduced gradient of `step` from `mate`. Keep the gradient if a part of our state still lacks it on
+        arrival, and commit it if `step` is our version.
 
-        Raises: Unreachable; Refused: `mate` no longer has it.
+        Raises: Unreachable; Refused: `mate` no longer has the gradient.
         """
         fetch = _Fetch(mate, self._vectors.empty(self._size))
         self._fetches[step] = fetch
@@ -150,7 +150,7 @@ class CatchingUp:
         return "taken"
 
     async def _wait_for(self, fetch: _Fetch, step: int) -> None:
-        """Raises: Unreachable: no piece has arrived for a minute, or the member is lost."""
+        """Wait for the whole gradient. Raises: Unreachable: no piece arrived for a minute, or the member is lost."""
         while not fetch.is_whole:
             before = fetch.num_taken
             try:
@@ -198,7 +198,7 @@ class CatchingUp:
             fetch.over.set()
 
     def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
-        """Check a piece of a gradient before we keep it.
+        """Check a received piece of a gradient before it is kept.
 
         Raises: RemoteError: it has a wrong range, format or size, or repeats elements.
         """

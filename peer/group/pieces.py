@@ -1,4 +1,4 @@
-"""Send pieces of gradients to other members, at a lower priority than pipeline traffic and a higher one than state."""
+"""Send pieces of gradients to other members, at a priority below pipeline traffic and above states."""
 
 import asyncio
 import functools
@@ -43,15 +43,15 @@ class Pieces:
         return any(peer == target for peer, _ in self._unsent)
 
     def slowest_s(self, target: PeerID) -> float:
-        """Return about how long the slowest recent piece took to leave for `target`, in seconds."""
+        """Return about how many seconds the slowest recent piece took to leave for `target`."""
         return self._slowest_s.get(target, 0.0)
 
     def forget(self, target: PeerID) -> None:
-        """Forget the send times of a peer that has gone: after a restart its line may be another."""
+        """Forget the send times of a peer that has gone: after a restart it may use another line."""
         self._slowest_s.pop(target, None)
 
     def may_arrive(self, target: PeerID, step: int) -> bool:
-        """True if a piece of that step's round is on its way to `target`, or was a moment ago."""
+        """True if a piece of the round of `step` is on its way to `target`, or was a moment ago."""
         last_step, left_s = self._last.get(target, (-1, 0.0))
         is_fresh = last_step == step and self._clock.now_s() < left_s + _ON_THE_WAY_S
         return is_fresh or (target, step) in self._unsent
@@ -70,7 +70,7 @@ class Pieces:
         self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
     ) -> None:
         """Send a reduced gradient, float32 [N], in the background. Args: pieces: the same gradient as encoded by its
-        round; if there are any, send these bytes instead of encoding the numbers again."""
+        round; if not empty, send these bytes instead of encoding the numbers again."""
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(
@@ -122,7 +122,7 @@ class Pieces:
         return await self._encoded(lambda: self._vectors.piece_payload(piece.values_C, piece.form, piece.key))
 
     async def _encoded(self, encode: Callable[[], Payload]) -> Payload:
-        """Encode numbers. A narrow format takes computation, which stays off the event loop."""
+        """Run `encode`; if it takes much computation (narrow formats), run it off the event loop."""
         return await self._compute.run_on_host(encode) if self._vectors.narrows else encode()
 
     def _cut(self, numel: int) -> list[MeanPiece]:
@@ -131,7 +131,7 @@ class Pieces:
 
 
 class _Encoded:
-    """Encodes pieces: each once for all its targets, and drops its bytes after the last use."""
+    """Encodes each piece once for all its targets, and drops the bytes after their last use."""
 
     def __init__(self, encode: Callable[[Outgoing], Awaitable[Payload]], pieces: Iterable[Outgoing]) -> None:
         self._encode = encode

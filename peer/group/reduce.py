@@ -6,17 +6,17 @@ the number of microbatches and sends the same bytes to all. So all members end w
 received about 2 N numbers whatever the group's size, and the mean of a chunk returns before the next chunk has arrived.
 A learner (a member with weights but no moments) contributes and receives the mean, but owns no part.
 
-Numbers travel in the format `RoundStart.form`. If it is narrower than fp32, the owner rounds the mean before it sends
-the mean, and steps with the rounded mean itself. In formats of few bits (`kernels/codec`) rounding is stochastic, so
-that it is unbiased without error feedback, and no residual is lost with a member.
+Numbers travel in the format `RoundStart.form`. If this format is narrower than fp32, the owner rounds the mean before
+it sends the mean, and steps with the rounded mean itself. In formats of few bits (`kernels/codec`) rounding is
+stochastic, so that it is unbiased without error feedback, and no residual is lost with a member.
 
 A part's owner leaves a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` out of its chunk; all
 members get the same bytes. Members refuse a finished chunk with a number that is not finite or beyond `REDUCED_MAX`. If
 another member got a valid chunk, it gives us the mean; otherwise the round stands still and is made again without the
 member that sent the chunk (`peer/membership/group_membership.py`).
 
-Two threads use a `Reduction`. The event loop calls the methods. Some methods return a function that works on tensors:
-it runs on another thread, and afterwards the loop calls the method that records its end.
+Two threads use a `Reduction`. The event loop calls the methods. If a method returns a function that works on tensors,
+this function runs on another thread, and afterwards the loop calls the method that records its end.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -71,7 +71,7 @@ def part_bounds(bandwidths: list[float], size: int) -> list[int]:
 
 
 class Reduction:
-    """One member's side of one round. Args: size: N, numbers in the gradient; microbatches: M, per step."""
+    """One member's side of one round. Args: size: N, numbers in the gradient; microbatches: M, number per step."""
 
     def __init__(
         self, me: PeerID, start: RoundStart, size: int, *, microbatches: int, vectors: Vectors = VECTORS
@@ -108,7 +108,7 @@ class Reduction:
 
     @property
     def pieces(self) -> tuple[MeanPiece, ...]:
-        """The complete mean as it travelled; empty in fp32 and bf16, where the mean itself can be encoded again."""
+        """The complete mean's pieces as they travelled; empty in fp32 and bf16: the mean can be encoded again."""
         form, rounded = self.start.form, sorted(self._rounded.items())
         sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
         return tuple(MeanPiece(start, sizes[start], form, payload) for start, payload in rounded)
@@ -125,12 +125,12 @@ class Reduction:
         return waiting
 
     def begin(self, sum_N: Tensor) -> list[int]:
-        """Take our own gradient sum, float32 [N] on the host. Return the chunks that can be added up now."""
+        """Use `sum_N`, float32 [N] on the host, as our own gradient sum. Return the chunks that can be added up now."""
         self._sum_N = sum_N if self._missing else None
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
-        """Yield our contribution to the part of `peer`; nothing before our sum is made."""
+        """Yield our contribution to the part that `peer` owns; nothing before our sum is made."""
         if self._me not in self._contributors or self._sum_N is None:
             return
         rank = self._peers.index(peer)
@@ -139,13 +139,13 @@ class Reduction:
             yield Outgoing(peer, chunk, values_C, self.start.form, self._key(chunk, self._me))
 
     def finished(self) -> list[Outgoing]:
-        """Return the finished chunks of our part for all other members, to be sent again: they may have been lost."""
+        """Return the finished chunks of our part, to be sent again to all other members: chunks may have been lost."""
         return self._for_all(chunk for chunk in self._chunks(self._rank) if chunk not in self._missing)
 
     def part_arrived(self, source: PeerID, start: int, payload: Payload) -> bool:
-        """Take a contribution to our part. Return whether the chunk can be added up now.
+        """Take a contribution to our part. Return True if its chunk can be added up now.
 
-        Raises: RemoteError: not a chunk of our part, or not from a contributor.
+        Raises: RemoteError: `payload` is no chunk of our part, or `source` is no contributor.
         """
         if source not in self._contributors or start not in self._chunks(self._rank):
             raise RemoteError(source, f"sent a part at {start} that is not in round {self.start.step}")
@@ -157,7 +157,8 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors left out; after it, call `added`."""
+        """Return a function that adds up these chunks and returns the contributors left out; after its run, call
+        `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 
@@ -167,15 +168,15 @@ class Reduction:
         return add
 
     def added(self, chunks: Iterable[int]) -> list[Outgoing]:
-        """Record that chunks are added up. Return the finished chunks for every other member."""
+        """Record that `chunks` are added up. Return them, finished, addressed to every other member."""
         for chunk in chunks:
             self._done_with(chunk)
         return self._for_all(chunks)
 
     def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
         """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean; None
-        for a repeat, since the optimizer may be reading the first copy. If the function returns true, call `taken`;
-        else the chunk has an invalid number: call `refused`. Raises: RemoteError: not a chunk of the sender's part."""
+        for a repeat, since the optimizer may be reading the first copy. If the function returns True, call `taken`;
+        else the chunk has an invalid number: call `refused`. Raises: RemoteError: no chunk of the sender's part."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
@@ -249,7 +250,7 @@ class Reduction:
         return left_out
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
-        """Return the seed for rounding a contribution or, if `contributor` is None, the chunk's mean."""
+        """Return the seed that rounds a contribution to `chunk` or, if `contributor` is None, the chunk's mean."""
         words = f"{self.start.stage} {self.start.step} {chunk} {contributor or 'mean'}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

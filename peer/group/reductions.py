@@ -1,7 +1,7 @@
-"""The state of one member's rounds: rounds in progress, pieces that arrived before their round, which pieces to send
-again if a round does not end, and the reduced gradients that are kept.
+"""The state of one member's rounds: rounds in progress, pieces that arrived before their round, pieces to send again if
+a round does not end, and the reduced gradients that are kept.
 
-This module decides; `peer/membership/group_membership.py` acts.
+This module decides; `peer/membership/group_membership.py` carries the decisions out.
 """
 
 from collections.abc import Callable, Collection, Container
@@ -74,7 +74,7 @@ class Reductions:
         return self._rounds.get(reduction.start.step, reduction) is not reduction
 
     def round_of(self, source: PeerID, meta: Piece, payload: Payload) -> Reduction | None:
-        """Return our round of a piece. None: the piece is useless, or `early` keeps it until we hear of its round.
+        """Return our round to which a piece belongs. None: the piece is useless, or is kept until we hear of its round.
 
         Raises: RemoteError: the piece is too large, or the sender sent more pieces than a round has.
         """
@@ -89,11 +89,11 @@ class Reductions:
         return reduction if reduction.start.attempt == meta.attempt else None
 
     def has_ended(self, reduction: Reduction) -> bool:
-        """True if the round is complete and not replaced, so that we may step with its result."""
+        """True if the round is complete and not replaced by another, so that we may step with its result."""
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round, if that made it; pieces: the gradient in few bits, if any."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: its encoded pieces."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -102,7 +102,7 @@ class Reductions:
             self._made_by[step] = by
 
     def next_mean(self) -> Tensor | None:
-        """Return the reduced gradient for our next step, once; None: it is missing, or that step has begun."""
+        """Return the reduced gradient for our next step, once; None: the gradient is missing, or the step has begun."""
         version = self._core.version
         mean_N = self.means.get(version)
         if mean_N is None or self._stepping >= version:
@@ -121,8 +121,8 @@ class Reductions:
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
-        `last`."""
+        """Drop gradients of steps before `version` that no newcomer replays. Keep the gradient of step `version` - 1
+        unless `last`."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -136,7 +136,7 @@ ROUNDS_MAX: Final = 4
 
 @dataclass(slots=True)
 class Early:
-    """Pieces of rounds that we have not heard of yet, by sender and round. Pure.
+    """Keeps pieces of rounds that we have not heard of yet, by sender and round. Pure.
 
     Another member may hear of a round before we do. A member can make up rounds, so pieces are kept only for the latest
     few rounds of each sender. A dropped piece costs an honest member seconds: its round stands still, and it sends the
@@ -157,7 +157,7 @@ class Early:
         return sum(len(pieces) for rounds in self._kept.values() for pieces in rounds.values())
 
     def keep(self, mate: PeerID, piece: Piece, payload: Payload) -> None:
-        """Raises: RemoteError: the piece is too large, or the sender sent more pieces than a round has."""
+        """Keep a piece. Raises: RemoteError: it is too large, or the sender sent more pieces than a round has."""
         if len(payload) > self.piece_bytes_max:
             raise RemoteError(mate, f"sent {len(payload)} bytes as a piece of a round")
         rounds = self._kept.setdefault(mate, {})
@@ -196,7 +196,7 @@ BELIEVED_S = 120.0
 
 @dataclass(slots=True)
 class Pressing:
-    """Decides when pieces of a round that does not end are sent again, for one round after the other. Pure."""
+    """Decides when pieces of a round that does not end are sent again. It serves one round after another. Pure."""
 
     _looked_at: tuple[Reduction | None, int] = (None, 0)
     _moved_s: float = 0.0
@@ -204,7 +204,7 @@ class Pressing:
     _pressed: tuple[Reduction | None, int] = (None, 0)
 
     def stands_still(self, reduction: Reduction | None, now_s: float) -> bool:
-        """True if nothing new has arrived for `PRESS_S`, though something is missing."""
+        """True if no piece has arrived for `PRESS_S`, though some are missing."""
         now = reduction, reduction.num_taken if reduction is not None else 0
         if now != self._looked_at:
             if now[0] is not self._looked_at[0]:
@@ -216,14 +216,14 @@ class Pressing:
         return True
 
     def is_due(self, peer: PeerID, now_s: float, *, took_s: float) -> bool:
-        """True if our pieces should be sent to `peer` again. Args: took_s: time that a piece takes to leave for it."""
+        """True if our pieces should be sent to `peer` again. Args: took_s: time that a piece takes to leave."""
         if now_s < self._again_s.get(peer, self._moved_s) + max(PRESS_S, 2.0 * took_s):
             return False
         self._again_s[peer] = now_s
         return True
 
     def believes(self, now_s: float) -> bool:
-        """True if we still wait for members that claim that their pieces have not left yet."""
+        """True if we still wait for members that answered that their pieces have not left yet."""
         return now_s < self._moved_s + BELIEVED_S
 
     def was_in_vain(self, reduction: Reduction) -> bool:
@@ -251,9 +251,10 @@ class AbsentLight:
         """Learner -> (first step whose gradient it may lack, time at which it was missed)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
-        """Return the first step whose gradient an absent or just returned learner may still ask for.
+        """Return the first step of which an absent or just returned learner may still request the gradient.
 
-        Args: ready: the other members that take part; whole: those that hold the whole state; version: just reached.
+        Args: ready: the other members that take part; whole: those that hold the whole state; version: the version just
+        reached.
         """
         learners = set(ready).difference(whole)
         for peer in self._light - learners:

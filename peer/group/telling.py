@@ -1,9 +1,9 @@
-"""Decide when a replica's reports are sent: to the leader at once and to the other members later, or to all later.
+"""Decide when a replica's reports are sent: at once to the leader and later to the other members, or later to all.
 
 If each contribution were reported to every member, thousands of microbatches a step in a group of dozens would make
-hundreds of thousands of calls. Only the leader acts on reports; a new leader is sent all of them again anyway. And the
-leader acts only on a member's last report of a step, so earlier reports can wait. A call takes 2.5 ms of processor
-time at both ends, which is long compared with a microbatch of a small model.
+hundreds of thousands of calls. Only the leader acts on reports, and a new leader gets all reports again anyway. The
+leader acts only on a member's last report of a step, so earlier reports can wait. A call takes 2.5 ms of processor time
+at both ends, which is long compared with a microbatch of a small model.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ _Word = Progress | RoundStart | Digest
 
 
 class Telling:
-    """Sends the messages of one replica. Args: audience: returns the members to which a message must be sent."""
+    """Sends one replica's messages. Args: audience: returns the members to which a message must be sent."""
 
     def __init__(self, me: PeerID, outbox: Outbox, audience: Callable[[_Word], Iterable[PeerID]]) -> None:
         self._me = me

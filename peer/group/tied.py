@@ -1,9 +1,9 @@
-"""Sum the gradient of a tied matrix (embedding and head), which both ends of the pipeline hold.
+"""Sum the gradient of a tied matrix (embedding and head), which the first and the last stage (the two ends) hold.
 
 Each end reduces its own gradient in its group, as every stage does, and rounds it to the format of reductions. Then
 each member fetches the other end's gradient and adds the two. Addition of two numbers has no order, so all members of
 both ends step the matrix with the same bits. The matrix is equal at both ends at the beginning and its gradient is
-clipped by its own norm, so it stays equal. If one stage is both ends, its members add the two parts locally.
+clipped by its own norm, so the matrix stays equal. If one stage is both ends, its members add the two parts locally.
 
     round ends -> `RoundEnded` to the group -> all have answered -> `TiedRequest` to a member of the other end
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
@@ -11,13 +11,13 @@ clipped by its own norm, so it stays equal. If one stage is both ends, its membe
 **One result a step.** A gradient that the other end has received cannot be taken back. But if a member dies after its
 round has ended, its group reduces again without it, to other bits. So a member whose round has ended first tells the
 other members of its group (`RoundEnded`). A member that has acknowledged this joins no other attempt at that step while
-the member that told it lives: it ends the same round, too, or catches up after the others' step. When all living
-members have acknowledged, the gradient may leave the group. If all members with the result then die, the group reduces
-again; but if the other end has already added the dead members' gradient, the group steps the matrix with that sum.
+the sender lives: it ends the same round, too, or catches up after the sender's step. When all living members have
+acknowledged, the gradient may leave the group. If all members with the result then die, the group reduces again; but if
+the other end has already added the dead members' gradient, the group steps the matrix with that sum.
 
 **No step before the other end has the sum.** A member waits until each member of the other end has the sum or can get
 it from its group. If members stepped earlier and then died, their replacements would begin at the next version without
-the sum, and a member of the other end that is behind could get it from nobody.
+the sum, and a member of the other end that is behind could get the sum from nobody.
 """
 
 import asyncio
@@ -63,14 +63,14 @@ class _Promise:
 
     attempt: int
     told_by: set[PeerID]
-    """The living members of the group that have the result, including this one once its round has ended."""
+    """The living members of the group that have the result, this member included once its round has ended."""
     put_off: RoundStart | None = None
     """The latest round of another attempt that the leader has opened. This member joins it once `told_by` is empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Given:
-    """A gradient of the matrix that one end sends to the other."""
+    """The gradient of the matrix that one end sends to the other end."""
 
     values_n: Tensor
     """float32 [n], as the receiver decodes them."""
@@ -100,8 +100,8 @@ class TiedGradient:
     Args:
         spans: the slices of the matrix among our parameters (`tied_spans`): one, or two if the stage is both ends.
         keep_steps: number of steps that a member of the other end may be behind us.
-        other_end: returns the stage at the other end and its planned members; None: our stage is both ends.
-        on_whole: called with a step's gradient, float32 [N], which has both ends' sum for the matrix, and its round.
+        other_end: returns the number of the other end's stage and its planned members; None: our stage is both ends.
+        on_whole: called with a step's gradient, float32 [N], which has both ends' sum for the matrix, and our round.
         begin: called to take part in a round that was put off.
     """
 
@@ -146,7 +146,8 @@ class TiedGradient:
     # --- our group ---
 
     def may_begin(self, start: RoundStart) -> bool:
-        """True if we may take part in a round now; otherwise the round is put off, and `begin` may be called later."""
+        """True if we may take part in a round now; otherwise the round is put off, and `begin` is called if it may
+        start later."""
         promise = self._promises.get(start.step)
         if promise is None or promise.attempt == start.attempt:
             return True
@@ -166,7 +167,8 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """Return the promise at `step`: the existing promise while a living member has its result, else a new one."""
+        """Return the promise at `step`: the existing one while a living member has its attempt's result, else a new one
+        for `attempt`."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:
             promise = self._promises[step] = _Promise(attempt, set())
@@ -174,7 +176,7 @@ class TiedGradient:
 
     def look(self) -> None:
         """Join a put-off round if all members with the other attempt's result are dead. Give up fetches from peers that
-        the plan has dropped from the other end. Call it after each change of members."""
+        the plan has dropped from the other end. Call this after each change of members."""
         other = self._other_end()
         for fetch in self._fetches.values():
             if other is None or fetch.source not in other[1]:
@@ -189,7 +191,7 @@ class TiedGradient:
                 self._begin(promise.put_off)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Note that a member no longer has its results: it is gone or has restarted."""
+        """Record that a member no longer has its results: it is gone or has restarted."""
         for promise in self._promises.values():
             promise.told_by.discard(peer)
 
@@ -212,7 +214,7 @@ class TiedGradient:
         return Done()
 
     async def _told(self, mate: PeerID, start: RoundStart) -> None:
-        """Tell `mate` that the round has ended; repeat this until it answers, is gone, or we have made the step."""
+        """Tell `mate` that the round has ended; repeat this until `mate` answers or is gone, or we make the step."""
         word = RoundEnded(stage=start.stage, step=start.step, attempt=start.attempt)
         while self._is_open(start.step) and not self._core.is_gone(mate):
             with Tolerating(logger.debug, f"the end of step {start.step}'s round is not acknowledged"):
@@ -245,7 +247,7 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """True if we have not made the step. (Its round may end before we reach it: its leader may be ahead of us.)"""
+        """True if we have not made the step. (A round may end before we reach its step: its leader may be ahead.)"""
         return self._core.version <= step
 
     # The following methods change a copy of a reduced gradient: other members may still need pieces of the original.
@@ -256,8 +258,8 @@ class TiedGradient:
         return whole_N
 
     def _rounded(self, mean_N: Tensor, start: RoundStart) -> _Given:
-        """Return our end's gradient of the matrix as the other end will decode it; we add the same numbers. All members
-        of our group make the same bytes."""
+        """Return our end's gradient of the matrix, rounded to what the other end will decode; we add the same numbers.
+        All members of our group make the same bytes."""
         own_n, made = self._vectors.copied(mean_N[self._spans[0]]), {}
         for at, size in self._chunks():
             payload = self._vectors.round_mean(own_n[at : at + size], start.form, _key(start, at))
@@ -317,7 +319,7 @@ class TiedGradient:
         return offer.is_whole
 
     async def _fetched(self, step: int) -> _Given | None:
-        """Return the other end's gradient of the matrix; None: we have made the step by other means meanwhile."""
+        """Fetch and return the other end's gradient of the matrix; None: we made the step by other means meanwhile."""
         tried = self._core.standing[0]  # spread our group's requests over the other end
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other
@@ -353,7 +355,7 @@ class TiedGradient:
             del self._fetches[step]
 
     def _read(self, fetch: _Fetch, offer: TiedOffer) -> _Given:
-        """Decode the fetched pieces. Raises: RemoteError: the offer or a piece is invalid."""
+        """Decode the other end's fetched pieces. Raises: RemoteError: the offer or a piece is invalid."""
         if offer.form not in (self._exact, *self._vectors.sums):
             raise RemoteError(fetch.source, f"sends gradients as {offer.form}, which this run does not")
         values_n = self._vectors.empty(self._size)
@@ -394,7 +396,7 @@ class TiedGradient:
 
     def _needs(self, step: int) -> bool:
         """True if only the other end could give us the sum of `step`. A member that has not finished the round itself,
-        but has acknowledged another member's result, gets the sum from that member."""
+        but has acknowledged another member's result, gets the sum from that other member."""
         if not self._core.ready or self._core.version > step or (step in self._given and self._given[step].is_whole):
             return False
         promise = self._promises.get(step)

@@ -1,5 +1,5 @@
-"""Sign the states to which this holder steps, and offer newcomers the newest state that most of their voters (holders,
-`../replica/attestations.py`) have signed. Recent states are kept so that the other voters have time to sign them.
+"""Sign the states to which this holder steps. Offer each newcomer the newest state that most of its voters (holders,
+chosen in `../replica/attestations.py`) have signed. Recent states are kept so that the other voters have time to sign.
 
 While every member of the group holds the state, no state is hashed, signed or kept for newcomers.
 """
@@ -40,7 +40,7 @@ class Witnessed:
 
 
 class Witnesses:
-    """The signed states of one member, as long as it has its place in the group."""
+    """One member's signed states, for as long as the member has its place in the group."""
 
     def __init__(self, core: GroupView, *, endpoint: Endpoint, compute: Compute, tasks: Tasks) -> None:
         self._core = core
@@ -61,7 +61,7 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """Sign `state`, after a step or plan, if some member lacks the state; else drop all states and signatures."""
+        """Sign `state` if some member lacks it, else drop all states and signatures. Call this after a step or plan."""
         core = self._core
         if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")
@@ -73,8 +73,8 @@ class Witnesses:
         self._outbox.forget(mate)
 
     async def offer(self, newcomer: PeerID, state: StageState, version: int) -> Witnessed | None:
-        """Return the state that `newcomer` may fetch. Args: version: the one requested, which may be kept here; < 0:
-        the newest state that most of the newcomer's voters have signed.
+        """Return the state that `newcomer` may fetch. Args: version: the requested version; < 0: the newest that most
+        of the newcomer's voters have signed.
 
         Returns: None: the plan does not name `newcomer` in the group, or the requested version is not kept here.
         Raises: Refused: too few holders have signed any kept state so far.
@@ -135,7 +135,7 @@ class Witnesses:
 
 
 def is_witnessed(endpoint: Endpoint, offer: StateOffer, keys: tuple[str, ...], asked: tuple[PeerID, ...]) -> bool:
-    """True if more than half of the voters `asked` have signed the offered state, which must have the layers `keys`."""
+    """True if the offered state has exactly the layers `keys`, and more than half of the voters `asked` signed it."""
     if tuple(key for key, _ in offer.digests) != keys:
         return False
     root, signers = root_of(offer.digests), set[PeerID]()

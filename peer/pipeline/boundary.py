@@ -1,4 +1,4 @@
-"""The input and output of a stage: decodes what a microbatch brings, and encodes what it takes on or back.
+"""A stage's input and output: decodes the activations and gradients that it receives, and encodes those that it sends.
 
 B samples   T tokens   D width   V vocabulary
 """
@@ -32,8 +32,8 @@ class Boundary:
         self.wire = ActivationWire(spec)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return the stage's input and the labels. Args: payload: the activation, which gives [B, T, D]; None: stage 0,
-        which reads the tokens [B, T] from the corpus."""
+        """Return the stage's input and the labels. Args: payload: the activation, from which the input is [B, T, D];
+        None: this is stage 0, which reads the input from the corpus as tokens [B, T]."""
         if payload is not None:
             x_BTD, labels = self.wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
@@ -50,8 +50,8 @@ class Boundary:
         return self.wire.encode_activation(y_BTD.detach(), labels)
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
-        """Return the loss of the head `params`, in nats a token, times the microbatch's weight. NaN if the previous
-        stage sent a weight or a target out of range, for which torch would raise or lose its GPU context."""
+        """Return the loss of the head `params`, in nats a token, times the microbatch's weight. The loss is NaN if the
+        previous stage sent a weight or target out of range: torch would raise or lose its GPU context."""
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
         if labels.counted is None:
@@ -69,7 +69,7 @@ class Boundary:
 
     def send_gradient(self, x: Tensor, microbatch: Microbatch, fine: Tensor) -> bytearray | None:
         """Encode the gradient of our input `x`; return None if `x` is tokens. The gradient is zero if the backward gave
-        none, or if `fine` (bool [], the backward's input was finite) is False."""
+        none, or if `fine` is False. Args: fine: bool [], True if the backward's input was finite."""
         if not x.is_floating_point():
             return None
         gradient = torch.zeros_like(x) if x.grad is None else x.grad

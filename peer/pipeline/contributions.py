@@ -1,16 +1,16 @@
-"""The sum of a step's gradients until the step is committed, and their *places*: the weights at which stale gradients
-were taken.
+"""The sum of a step's gradients until the step is committed, and the *places* of stale gradients: the weights at which
+these were taken.
 
 A sum holds exactly the gradients that have been announced to the group. A gradient is kept apart until it is announced;
 a gradient that a round may have to omit is *held out* of the sum.
 
-**Two threads.** The event loop announces gradients and requests sums, and touches no tensor: it puts each such order
-into a queue. The next thread that works with tensors (a job, or a thread that makes a sum) runs the orders in sequence.
-So a sum holds the gradients that had been announced when it was requested.
+**Two threads.** The event loop announces gradients and requests sums, and touches no tensor: it queues each such order.
+The next thread that works with tensors (a job, or a thread that makes a sum) runs the orders in sequence. So a sum
+holds the gradients that had been announced when it was requested.
 
 **One tensor a step.** A sum is as large as the stage, so it is returned without a copy, and a later gradient is added
 in a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
-made, and a request after that gets None, not zeros.
+made, and a later request gets None, not zeros.
 """
 
 from collections import deque
@@ -50,7 +50,7 @@ class Summed:
 class Contributions:
     """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
 
-    Args: corrects: return each sum with the places of its gradients, since the strategy corrects for them.
+    Args: corrects: return each sum with the places of its gradients, for which the strategy corrects the sum.
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
@@ -80,9 +80,9 @@ class Contributions:
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
         """Set the gradient of a finished backward to zero unless the sum of its numbers is finite. (If the sum of
-        finite numbers overflows, so does the norm, and no optimizer would take the gradient.)
+        finite numbers overflows, the norm overflows, too, and no optimizer would take the gradient.)
 
-        Args: fine: bool [], True if the backward's input was finite; None: it was finite.
+        Args: fine: bool [], True if the backward's input was finite; None: known to be finite.
         Returns: bool [] on the gradient's device, True if the gradient is unchanged.
         """
         finished = self._finished.get(microbatch)
@@ -97,10 +97,10 @@ class Contributions:
         self._finished.pop(microbatch, None)
 
     def contribute(self, microbatch: Microbatch, *, version: int, held_out: bool) -> bool | None:
-        """Add a gradient, just before it is announced, to its step's sum, or hold it out if `held_out` and there is
-        room.
+        """Add a gradient to its step's sum, or keep it apart from the sum if `held_out` and there is room. Call this
+        just before the gradient is announced.
 
-        Returns: True: it is held out; False: it is in the sum, or there is none; None: its step is over."""
+        Returns: True: kept apart; False: in the sum, or the microbatch has no gradient here; None: its step is over."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None
@@ -119,7 +119,7 @@ class Contributions:
         """Request the sum of our contributions to `step` so far.
 
         Args: indices: the held-out gradients to include; None: all.
-        Returns: a function for any thread but the loop's. Its result is read-only; None: the optimizer step has begun.
+        Returns: a function for any thread but the event loop's. Its result is read-only; None: the step has begun.
         """
         made: list[Summed | None] = []
         apart = self._apart.get(step, {})
@@ -133,13 +133,13 @@ class Contributions:
         return make
 
     def settle(self) -> None:
-        """Run the queued orders. Do not call this on the loop's thread, since large tensors take time."""
+        """Run the queued orders. Do not call this on the event loop's thread, since large tensors take time."""
         with self._working:
             while self._told:
                 self._told.popleft()()
 
     def num(self, step: int) -> int:
-        """Return the number of gradients in the sum of `step`, without those held out."""
+        """Return the number of gradients in the sum of `step`; gradients held out do not count."""
         return self._nums.get(step, 0)
 
     def seen(self, step: int) -> OpenSum | None:
@@ -165,13 +165,13 @@ class Contributions:
             self._summed.discard(microbatch)
 
     def move_out(self) -> None:
-        """Move the places to host memory. Call it within a job."""
+        """Move the places to host memory. Call this within a job."""
         with self._working:
             for step, places in list(self._places.items()):
                 self._places[step] = Places(self._offload.put(places.sum_N), places.num)
 
     def _add(self, step: int, gradient_N: Tensor, weights: WeightSet | None) -> None:
-        """Add a gradient, taken at `weights`, to the sum of its step. Call it with `_working` held."""
+        """Add a gradient, taken at `weights`, to the sum of its step. Call this with the lock `_working` held."""
         if step < self._first_open:
             return  # the step was committed meanwhile
         is_looked_at = bool(self._looks.pop(step, ()))
@@ -192,7 +192,7 @@ class Contributions:
             self._places[step].add(weights)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
-        """Return the sum of the step plus `kept`; None if the step is over. Call it with `_working` held."""
+        """Return the sum of the step plus `kept`; None if the step is over. Call this with the lock `_working` held."""
         if step < self._first_open:
             return None
         total_N, places = self._sums.get(step), self._places_with(step, kept)
@@ -211,7 +211,7 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the places of the gradients in the sum and in `kept`; None: there are none, or they are not needed."""
+        """Return the places of the gradients in the sum and in `kept`; None: there are none, or none are needed."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -1,4 +1,4 @@
-"""Jobs that call experts on other peers, and leave the device to other jobs until the answer is here."""
+"""Jobs that call experts on other peers, and leave the device to other jobs until the answer arrives."""
 
 from collections.abc import Generator
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ It returns a `T`. No torch mode (such as `no_grad`) may be active at a `yield`, 
 
 
 class JobInParts(Generic[T]):
-    """Runs a `Calling` part by part. After the last part `value` is the job's result."""
+    """Runs a `Calling` (generator of calls to experts) part by part. At the end `value` is the job's result."""
 
     value: T
 

@@ -1,4 +1,4 @@
-"""A *passage*: one run of a microbatch through a stage with its experts on other peers, and the holders that serve
+"""A *passage*: one run of a microbatch through a stage whose experts are on other peers, and the holders that serve
 it."""
 
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class ExpertPart:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """One run through the experts. Args: number: the run's number in this peer's present place."""
+    """One run through the experts. Args: number: serial number of the run in this peer's present place."""
 
     number: int
     microbatch: Microbatch

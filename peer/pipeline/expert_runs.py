@@ -1,4 +1,4 @@
-"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and no end is reported yet."""
+"""Runs of microbatches that are *open* at an expert's holder: a backward has begun, and no end has been reported."""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -17,7 +17,8 @@ sender may have one that it still reports and one that runs; it gave up those in
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch: run number `passage` of the stage member `source`, in its start number `incarnation`."""
+    """One run of a microbatch: run number `passage` of the stage member `source`, counted within its start
+    `incarnation`."""
 
     microbatch: Microbatch
     source: PeerID
@@ -30,7 +31,7 @@ class OpenRun:
     """The gradient of a run.
 
     Args:
-        gradient_N: the gradient of the expert's weights so far; None: the group has the microbatch already.
+        gradient_N: the gradient of the expert's weights so far; None: the group has the microbatch's gradient already.
         weights: the weights at the run's beginning, which the strategy against staleness may need.
     """
 
@@ -67,7 +68,7 @@ class OpenRuns:
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """End a run, so that its gradient, or `zero_N` if it brought no token, can be contributed.
+        """End a run, so that its gradient can be contributed, or `zero_N` if the run brought no token.
 
         Args: version: the holder's version; keeps_weights: the strategy needs the weights of the run.
         Returns: the staleness in steps; None: the run adds nothing.
@@ -86,13 +87,13 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. Runs of the
-        successor stay: its tokens may arrive before the news of the restart."""
+        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. The successor's
+        runs stay: its tokens may arrive before the news of the restart."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)
 
     def forget_before(self, version: int) -> None:
-        """Forget runs of steps that were committed without them."""
+        """Forget open runs of steps before `version`: these steps were committed without the runs."""
         for run in [run for run in list(self._open) if run.microbatch.step < version]:
             self._open.pop(run, None)

@@ -1,7 +1,7 @@
 """Computes one expert in all layers of a stage: its output for tokens, and the gradients of tokens and weights.
 
 A backward brings its tokens again, so any holder can take over in the middle of a microbatch. Between calls a holder
-keeps only the gradient of each run of a microbatch; the run stays *open* until its sender reports the end.
+keeps only the gradient of each run of a microbatch; a run stays *open* until its sender reports the run's end.
 
 N tokens   D width
 """
@@ -42,7 +42,7 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the tokens' gradient, float32 [N, D]. Put the weights' gradient into the run's, once for each layer.
+        """Return the tokens' gradient, float32 [N, D]. Add the weights' gradient to the run's, once for each layer.
 
         Args: wanted: the group lacks the microbatch's gradient; only the value at a run's first backward counts.
         """

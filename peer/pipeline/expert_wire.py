@@ -1,7 +1,7 @@
 """Encodes tokens for experts as bytes.
 
-Shapes follow from the run spec, and from counts that are checked against it. Tokens that a holder sends to itself are
-rounded like all others, so that an expert's place does not change its results. A modelled peer replaces this class.
+Shapes follow from the run spec, and from counts that are checked against the spec. Tokens that a holder sends to itself
+are rounded like all others, so that an expert's place does not change its results. A modelled peer replaces this class.
 
 P rows, sorted by expert   D width
 """
@@ -38,15 +38,15 @@ class TokenWire:
         return payload
 
     def decode(self, payload: Payload, device: torch.device) -> Tensor:
-        """Return a new float32 [P, D] on `device`."""
+        """Decode tokens. Return a new float32 [P, D] on `device`."""
         if not len(payload):
             return torch.zeros(0, self._width, device=device)
         rows_PD = torch.frombuffer(payload, dtype=self._dtype).view(-1, self._width)
         return rows_PD.to(device, torch.float32, copy=True)
 
     def rows(self, counts: Mapping[int, int]) -> dict[int, slice]:
-        """Return expert -> slice of its bytes in a payload. Args: counts: expert -> number of its rows, in the order in
-        which the rows of the experts follow one another."""
+        """Return expert -> slice of its bytes in a payload. Args: counts: expert -> number of its rows, in the
+        payload's order."""
         spans, at = {}, 0
         for expert, count in counts.items():
             spans[expert] = slice(at, at + count * self.row_bytes)
@@ -67,7 +67,7 @@ class TokenWire:
         return bytearray().join(parts)
 
     def check_tokens(self, meta: ExpertTokens, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: no honest peer of this run sends such tokens."""
+        """Check a frame. Raises: RemoteError: no honest peer of this run sends such tokens."""
         self.check_microbatch(meta.step, meta.index, source)
         experts = [expert for expert, _ in meta.counts]
         if not experts or experts != sorted(set(experts)) or not 0 <= experts[0] <= experts[-1] < self._num_experts:
@@ -81,7 +81,7 @@ class TokenWire:
             raise RemoteError(source, "sent gradients of a validation")
 
     def check_microbatch(self, step: int, index: int, source: PeerID) -> None:
-        """Raises: RemoteError: this run has no such microbatch."""
+        """Check that microbatch (step, index) exists. Raises: RemoteError: this run has no such microbatch."""
         training = self._training
         known = -training.validation_microbatches <= index < training.microbatches_per_step
         if not (0 <= step <= training.steps and known):

@@ -1,4 +1,4 @@
-"""A stage at one fixed version, for inference: its output does not change while the stage goes on training.
+"""A copy of a stage at one fixed version, for inference: its output stays the same while the stage goes on training.
 
 B samples   T tokens   D width   V vocabulary   K candidates
 """
@@ -47,7 +47,7 @@ class FixedStage:
         return sum(key != EMBED for key in self._keys)
 
     def memory(self) -> dict[str, KeysValues]:
-        """Return empty caches for the keys and values of a session."""
+        """Return empty key and value caches for one inference session: layer key -> cache."""
         return {key: KeysValues(self.model.context) for key in self._keys if key != EMBED}
 
     def run(
@@ -75,10 +75,10 @@ class FixedStage:
         return llama.run_layers(self.model, self._keys, self._params, x, rotary, memory, documents=documents)
 
     def log_likelihoods(self, y_BTD: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Score the targets at the last stage. Args: y_BTD: the output of `run`.
+        """Score the targets; only at the last stage. Args: y_BTD: the output of `run`.
 
-        Returns: (float32 [B, T], log-likelihoods; bool [B, T], True if the target is the likeliest token), on the CPU;
-        0 and True where the target is IGNORED.
+        Returns: on the CPU, the pair (log-likelihoods, float32 [B, T]; True if the target is the likeliest token, bool
+        [B, T]). An IGNORED target gives 0 and True.
         """
         wanted = (targets_BT != IGNORED).to(self.device)
         x_ND, target_N = y_BTD[wanted], targets_BT.to(self.device)[wanted]
@@ -95,8 +95,8 @@ class FixedStage:
         return value_BT, likeliest_BT
 
     def candidates(self, y_1TD: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        """Return the `most` likeliest next tokens at the last stage: (int64 [K], in the order of the vocabulary;
-        float32 [K], their logits), on the CPU. Args: y_1TD: the output of `run`."""
+        """Return the K = `most` likeliest next tokens; only at the last stage. The result is on the CPU: (tokens, int64
+        [K], in the order of the vocabulary; their logits, float32 [K]). Args: y_1TD: the output of `run`."""
         logit_V = self._logits(y_1TD[0, -1:])[0].cpu()
         if len(logit_V) <= most:
             return torch.arange(len(logit_V)), logit_V

@@ -7,7 +7,7 @@ class Microbatch(NamedTuple):
     """One microbatch. `index` >= 0: a training microbatch, which needs the weights of version `step`; `index` < 0: the
     validation microbatch number `-1 - index` at version `step`.
 
-    Microbatches run in the order (step, index), so validation comes first in its step.
+    Microbatches run in the order (step, index), so validation runs before the training of the same step.
     """
 
     step: int
@@ -33,7 +33,7 @@ def indices_from(bitmap: bytes, *, count: int) -> Indices:
 
 
 def bitmap_of(indices: Indices) -> bytes:
-    """Write the bitmap that `indices_from` reads."""
+    """Return `indices` as the bitmap that `indices_from` reads."""
     return indices.to_bytes((indices.bit_length() + 7) // 8, "little")
 
 

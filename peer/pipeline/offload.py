@@ -1,12 +1,12 @@
 """Tensors that a replica keeps in host memory because its device is full.
 
-Only the optimizer step and predictions for a step ahead read the optimizer's moments and the `Places` (sums of the
-weights at which gradients were taken), and a sum that is being reduced passes through host memory anyway. Once a job
-has run out of memory, these tensors stay on the host and return layer by layer for each use. The bits are the same; a
-step takes longer.
+Only two kinds of work read the optimizer's moments and the `Places` (sums of the weights at which gradients were
+taken): the optimizer step and predictions for a step ahead. A sum that is being reduced passes through host memory
+anyway. Once a job has run out of memory, these tensors stay on the host and return layer by layer for each use. The
+bits are the same; a step takes longer.
 
-Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. There the CPU runs the optimizer; here the device
-does, because its bits equal those of all members (`../compute/known_answers.py`).
+Source: ZeRO-Offload (Ren et al., 2021, arXiv 2101.06840), section 4. The paper's CPU runs the optimizer; here the
+device does, because its bits equal those of all members (`../compute/known_answers.py`).
 """
 
 import logging
@@ -26,7 +26,7 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """Offloads tensors of one peer from the `device` of its jobs. Once begun, it stays on for the peer's next
+    """Offloads tensors of one peer from the `device` of its jobs. Once begun, offloading goes on for the peer's next
     replica."""
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Offload:
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and `Places` in host memory from now on. Returns: False if this changes nothing."""
+        """Keep moments and `Places` in host memory from now on. Return False if this changes nothing."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(
@@ -50,7 +50,7 @@ class Offload:
         return True
 
     def put(self, tensor: Tensor) -> Tensor:
-        """Return a copy in host memory, pinned for CUDA, once `begin` was called; the tensor itself before."""
+        """Return a copy in host memory, pinned for CUDA; `tensor` itself if it is on the CPU or offloading is off."""
         if not self.is_on or tensor.device.type == "cpu":
             return tensor
         there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self._device.type == "cuda")
@@ -67,7 +67,7 @@ class Offload:
         return {key: self.layer(layer) for key, layer in layers.items()}
 
     def state(self, state: StageState) -> StageState:
-        """Return a state with the moments of all layers in host memory; `state` itself before `begin`."""
+        """Return a state with the moments of all layers in host memory; `state` itself before `begin` is called."""
         if not self.is_on:
             return state
         return replace(state, layers=self.layers(state.layers))

@@ -1,4 +1,4 @@
-"""Estimates which part of a message's sending time it waited for its link."""
+"""Estimates how long a message waited in the queue of its link while it was sent."""
 
 from collections import defaultdict
 
@@ -6,7 +6,7 @@ from shoal.protocol.identity import PeerID
 
 
 class LinkQueues:
-    """The queueing times of messages of one size to several peers.
+    """Estimates queueing times of messages of one size, for several peers.
 
     The quickest message to a peer is assumed to have had the link to itself; every other message waited for the time
     that it took longer. A link that became slower for good therefore looks like a link with a queue. This does no harm:
@@ -18,11 +18,11 @@ class LinkQueues:
         self._waited_s: defaultdict[PeerID, float] = defaultdict(float)
 
     def sent(self, target: PeerID, took_s: float) -> float:
-        """Record that a message took `took_s` to be sent. Return the part of this time that it waited, in seconds."""
+        """Record that a message took `took_s` to be sent. Return how many of these seconds it waited in the queue."""
         quickest_s = self._quickest_s[target] = min(took_s, self._quickest_s.get(target, took_s))
         self._waited_s[target] = took_s - quickest_s
         return took_s - quickest_s
 
     def last_waited_s(self, target: PeerID) -> float:
-        """Return an estimate of the next message's wait."""
+        """Return an estimate of the next message's wait in the queue, in seconds."""
         return self._waited_s[target]

@@ -57,7 +57,7 @@ class _Step:
 
 
 class How(TypedDict, total=False):
-    """The arguments of `Shard` that say how a peer uses its device; the defaults are those of `Shard`."""
+    """Those arguments of `Shard` that say how a peer uses its device, with the same defaults."""
 
     device: Required[torch.device]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class How(TypedDict, total=False):
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses compute forward and backward.
 
-    Jobs run on the device's one thread; `contribute` and `gradient_sum` on the event loop's, and touch no tensor.
+    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's, and touch no tensor.
 
     **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
     layer's old state is freed as soon as its new state exists. During a step `state` is None. A step that runs out of
@@ -132,7 +132,7 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be repeated exactly, or need not be (s_max > 0)."""
+        """True if a microbatch of the previous step can be repeated exactly, or need not be exact (s_max > 0)."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
@@ -147,7 +147,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use weights without moments, as a learner, until a state is loaded. Keep the sums of open steps."""
+        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of open steps."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -211,18 +211,18 @@ class Shard:
     # --- between jobs ---
 
     def contribute(self, microbatch: Microbatch, *, held_out: bool = False) -> bool | None:
-        """Add the microbatch's gradient to its step's sum or, if `held_out` and there is room, hold it out, so that a
+        """Add the microbatch's gradient to its step's sum or, if `held_out` and there is room, keep it apart, so that a
         round can omit it. Call this just before the gradient is announced.
 
-        Returns: True: it is held out; False: it is not; None: its step is over, and it is in no sum."""
+        Returns: True: the gradient is kept apart; False: it is not; None: its step is over, and it is in no sum."""
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step`, of those held out only `indices` (None: all). The sum is
-        corrected for the weights at which the gradients were taken, if the compensation does so and `step` is the
-        current version. (If a round begins before our own step to that version has ended, we do not know its weights.)
+        """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). The sum is
+        corrected for the weights at which the gradients were taken, if the strategy corrects and `step` is the current
+        version. (If a round begins before our own step to that version has ended, we do not know its weights.)
 
-        Returns: a function for any thread but the loop's: float32 [N] on the CPU; None: our optimizer step has begun.
+        Returns: a function for any thread but the event loop's: float32 [N] on the CPU; None: our step has begun.
         """
         total = self._contributions.total(step, indices)
         state = self.state if self._weights.corrects else None  # a reference to the state keeps its memory alive
@@ -238,7 +238,7 @@ class Shard:
         return make
 
     def make_room(self) -> None:
-        """Free all tensors that can be made again, and begin to offload to host memory. Call it within a job."""
+        """Free all tensors that can be made again, and begin to offload to host memory. Call this within a job."""
         self._contributions.settle()
         self._weights.forget_made()
         self.vectors.free()
@@ -260,14 +260,16 @@ class Shard:
     # --- for subclasses, within a job ---
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
-        """Return the weights for the microbatch's step, and autograd leaves of them that collect only its gradient."""
+        """Return (weights for the microbatch's step, autograd leaves of these weights that collect only this
+        microbatch's gradient)."""
         self._contributions.settle()  # adds announced gradients, which frees memory
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
         return weights, leaves
 
     def _wanted_by(self, microbatch: Microbatch) -> WeightSet:
-        """Return the weights for the step. Raises: MemoryError: a step that ran out of memory has to finish first."""
+        """Return the weights for the microbatch's step. Raises: MemoryError: a step that ran out of memory is
+        unfinished."""
         if (light := self._light) is not None:
             return light  # without moments nothing can be predicted
         state = self.state
@@ -301,9 +303,9 @@ class Shard:
 
 
 class StageShard(Shard, ABC):
-    """The layers of one stage, with its input and output. There are two subclasses. That of `stage.py` holds the
-    experts, too, and its jobs return results. That of `trunk.py` calls experts on other peers, and its jobs are
-    generators (`expert_call.py`) of the same results.
+    """The layers of one stage, with its input and output. There are two subclasses. `StageRuntime` holds the experts,
+    too, and its jobs return results. `StageTrunk` calls experts on other peers, and its jobs are generators
+    (`expert_call.py`) that give the same results.
 
     Args: corpus: the run's text, at stage 0 only.
     """
@@ -319,8 +321,8 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, in which the
-        previous stage sends its activations."""
+        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, the
+        previous stage's format for activations."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod
@@ -335,13 +337,13 @@ class StageShard(Shard, ABC):
     def loss(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Any:
         """Run forward, loss and backward of the last stage. If the loss is not finite, all gradients are zero.
 
-        Returns: (loss in nats a token, gradient for the previous stage; None if this is stage 0).
+        Returns: (loss in nats a token, gradient for the previous stage or None at stage 0).
         """
 
     @abstractmethod
     def backward(self, microbatch: Microbatch, payload: Payload) -> Any:
-        """Return the gradient of our input (None at stage 0), given the gradient of our output. The gradient of the
-        weights is added to the step's sum later, by `contribute`."""
+        """Return the gradient of our input (None at stage 0); `payload` is the gradient of our output. The weights'
+        gradient is added to the step's sum later, by `contribute`."""
 
     @abstractmethod
     def validate(self, microbatch: Microbatch, payload: Payload | None) -> Any:

@@ -149,8 +149,8 @@ class StageRuntime(StageShard):
 
     @torch.no_grad()
     def fixed(self) -> FixedStage:
-        """Return the stage at its committed version, for inference: it stays the same after the stage has stepped. Call
-        it within a job. Raises: MemoryError: a step that ran out of memory has to finish first."""
+        """Return a copy of the stage at its committed version, for inference, which later steps do not change. Call
+        this within a job. Raises: MemoryError: a step that ran out of memory must finish first."""
         _, leaves = self._weights_of(Microbatch(self.version, -1))
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
@@ -208,8 +208,8 @@ class StageRuntime(StageShard):
         return x, read
 
     def _read_again(self, microbatch: Microbatch, context: _Context) -> tuple[WeightSet, Leaves, list[Tensor]]:
-        """Repeat the forward, with the weights that the current version gives for the microbatch's step. Returns:
-        (these weights, their leaves, the input of each layer)."""
+        """Repeat the forward with the weights that the current version gives for the microbatch's step. Returns: (these
+        weights, their autograd leaves, the input of each layer)."""
         weights, leaves = self._weights_of(microbatch)
         _, read = self._read_by_layers(leaves, context.x, context.labels, Mixture())
         return weights, leaves, read
@@ -220,7 +220,7 @@ class StageRuntime(StageShard):
         """Repeat each layer's forward and run its backward, which adds to `.grad` of the leaves. Set `x.grad`, unless
         the stage's input `x` is tokens.
 
-        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: no gradient came back.
+        Args: read: the input of each layer; grad_BTD: the gradient of the stage's output; None: the loss gave none.
         """
         layers = self._layers(leaves, labels, Mixture())
         for key, layer, x_read in reversed(list(zip(self.keys, layers, read, strict=False))):

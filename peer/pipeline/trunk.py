@@ -1,8 +1,8 @@
 """Computes a stage with its experts on other peers: attention, routers, norms, embedding and head.
 
 Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The part
-before a call is kept with its graph. The part after it begins with new autograd leaves: the residual stream, the
-weights of the chosen experts, and the experts' output. So the stage computes no part twice: the backward takes the
+before a call is kept with its graph. The part after the call begins with new autograd leaves: the residual stream, the
+weights of the chosen experts, and the experts' output. The stage thus computes no part twice: the backward takes the
 gradients of these leaves, sends the gradient of the experts' output to the experts, and continues with their answer
 through the part before the call.
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Front:
-    """The part of one layer before its experts, with its graph."""
+    """The part of one layer before its experts, with its autograd graph."""
 
     layer: int
     routing: Routing
@@ -57,7 +57,8 @@ class _Front:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One layer's call to its experts, kept from forward to backward: the part before it and the leaves after it."""
+    """One layer's call to its experts, kept from forward to backward: the part before the call and the leaves after
+    it."""
 
     front: _Front
     behind: tuple[Tensor, Tensor, Tensor]
@@ -204,7 +205,7 @@ class StageTrunk(StageShard):
         return _Front(layer=layer, routing=routing, groups=groups, h_BTD=h_BTD, x_PD=x_PD, call=call)
 
     def _back_through(self, cuts: list[_Cut]) -> Calling[None]:
-        """Run the backward through all cuts, last layer first, and empty the list."""
+        """Run the backward through all layers' `cuts`, last layer first, and empty the list."""
         while cuts:
             cut = cuts.pop()
             front, routing = cut.front, cut.front.routing

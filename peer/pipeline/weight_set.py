@@ -1,4 +1,4 @@
-"""Sets of weights of one stage, and the sums of the weights at which gradients were taken.
+"""Sets of weights of one stage, and sums of the weights at which gradients were taken.
 
 N parameters of the stage; its layers follow one another
 """
@@ -47,8 +47,8 @@ class Places:
         self.num += 1
 
     def displacement(self, span: slice, param_N: Tensor, total: int) -> Tensor:
-        """Return the mean over the step's `total` gradients of (the step's own weights minus the weights at which the
-        gradient was taken), for one layer: float32.
+        """Return one layer's mean displacement, float32, over the step's `total` gradients. A gradient's displacement
+        is the step's own weights minus the weights at which the gradient was taken.
 
         Args: span: the layer's slice; param_N: the step's own weights of the layer.
         """
@@ -57,7 +57,7 @@ class Places:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OpenSum:
-    """A member's sum of gradients of an open step at one moment. It does not change while it is referenced."""
+    """A member's sum of gradients of an open step at one moment. The sum does not change while it is referenced."""
 
     sum_N: Tensor
     """The sum of the gradients, float32 [N]."""

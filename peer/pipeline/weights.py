@@ -3,14 +3,16 @@
 Theory of operation. A set of weights is referenced by its users: a microbatch between forward and backward, a gradient
 that will be corrected, the cache of sets made at the current version. When the last reference goes, the set is freed.
 
-How many sets can there be? The current version v is one. Each step ahead, t in (v, v + s_max], has at most one: its
-first microbatch makes it, and as long as it is referenced, later microbatches share it, even if a newer version could
-give a better one. A commit turns a step ahead into the current step: new microbatches get w_t itself, but older ones
-may still hold their predicted set. So at most 1 + s_max + 1 sets are alive: 4 at s_max = 2, where a new set at every
-version would make 6. Strategies that predict nothing hold past versions instead, at most s_max + 1.
+How many sets can there be? The current version v is one. Each step ahead, t in (v, v + s_max], has at most one: the
+step's first microbatch makes the set, and as long as the set is referenced, later microbatches share it, even if a
+newer version could give a better one. A commit turns a step ahead into the current step: new microbatches get w_t
+itself, but older ones may still hold their predicted set. So at most 1 + s_max + 1 sets are alive: 4 at s_max = 2,
+where a new set at every version would make 6. Strategies that predict nothing hold past versions instead, at most s_max
++ 1.
 
-A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen half as many again, if
-there is room for a set. If there is no room for the first set of a step, its microbatches use the current weights.
+A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen 1.5 times as many of
+them as for the old set, if there is room for a set. If there is no room for the first set of a step, its microbatches
+use the current weights.
 """
 
 import logging
@@ -36,7 +38,7 @@ FRESHER: Final = 1.5
 
 
 class Weights:
-    """The weights of one stage. The state is an argument of each call, because another thread may load a new state.
+    """The weights of one stage. Each call is passed the state, because another thread may load a new state.
 
     With `keep = "recompute"` no set is kept for steps ahead: each job predicts again.
     Args: spans: layer key -> slice of the stage's flat vector; gradients: the sums of gradients of the open steps.
@@ -64,9 +66,9 @@ class Weights:
         return self._before is not None
 
     def of(self, state: StageState, step: int) -> WeightSet:
-        """Return the weights for a microbatch of `step`: the current weights if `step` is the state's version; for a
-        later step the weights that the strategy predicts; for an earlier step, which only other peers still repeat, the
-        weights of the previous version if they are kept, else the current weights."""
+        """Return the weights for a microbatch of `step`. If `step` is the state's version: the current weights. If it
+        is later: the weights that the strategy predicts. If it is earlier (only other peers repeat such steps): the
+        previous version's weights if they are kept, else the current weights."""
         before = self._before
         if step < state.version and before is not None:
             if step < before.version:
@@ -92,7 +94,7 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights of `state` to keep after the coming step, which frees the state; None: keep none."""
+        """Return the weights of `state` to be kept after the coming step, which frees the state; None: keep none."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
@@ -104,7 +106,7 @@ class Weights:
         self._compensations[key].committed(before, after, hyperparameters(self._spec, key, version))
 
     def stepped(self, kept: WeightSet | None) -> None:
-        """End an optimizer step. Args: kept: the result of `kept_of` from before the step."""
+        """Record the end of an optimizer step. Args: kept: the result of `kept_of` from before the step."""
         self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
@@ -119,7 +121,8 @@ class Weights:
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
         """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
-        weights at which they were taken (`places`). If these were the step's own weights (None), no bit changes."""
+        weights at which they were taken (`places`). If `places` is None, they were the step's own, and no bit
+        changes."""
         if places is None:
             return
         for key, layer in state.layers.items():

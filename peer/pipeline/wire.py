@@ -8,11 +8,11 @@ In formats of few bits (`kernels/codec`) activations are rounded to nearest, and
 are unbiased. The microbatch and the layer seed the rounding, so a repeated backward gives the same bytes.
 
 An activation is followed by its labels: the target of each token. If the run masks documents or does not learn all
-targets, also the microbatch's weight and, as a bit of each target, the beginnings of documents.
+targets, the microbatch's weight follows, too, and one bit of each target marks the beginnings of documents.
 
-In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers. To restore
-the D numbers the receiver needs the tokens. If all targets are learnt, each target is the next token, so only the first
-token of each sample is sent as well; otherwise all tokens are sent.
+In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, and the
+receiver needs the tokens to restore the D numbers. If all targets are learnt, each target is the next token, so only
+the first token of each sample is sent as well; otherwise all tokens are sent.
 
 B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -43,7 +43,7 @@ _NOTHING: Final = _BEGINS - 1
 
 
 class ActivationWire:
-    """Both directions of the traffic between two stages, in the run's widest format until `travel_as` is called."""
+    """Encodes and decodes traffic with both adjacent stages, in the run's widest format until `travel_as` is called."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -60,8 +60,8 @@ class ActivationWire:
         """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, in which the
-        previous stage sends its activations. Both arguments are formats of `WireSpec.forward`."""
+        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, the previous
+        stage's format for activations. Both arguments are formats of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property
@@ -73,11 +73,11 @@ class ActivationWire:
         return tensor_bytes(self._backward, self._numel)
 
     def check_activation(self, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: the number of bytes from `source` fits none of this run's activations."""
+        """Check a payload's size. Raises: RemoteError: the number of bytes fits none of this run's activations."""
         _check(len(payload), [each + self.targets_bytes for each in self._activations], source)
 
     def check_gradient(self, payload: Payload, source: PeerID) -> None:
-        """Raises: RemoteError: the number of bytes from `source` fits none of this run's gradients."""
+        """Check a payload's size. Raises: RemoteError: the number of bytes fits none of this run's gradients."""
         _check(len(payload), [*self._gradients], source)
 
     def encode_activation(self, x_BTD: Tensor, labels: Labels) -> bytearray:
@@ -102,7 +102,7 @@ class ActivationWire:
         return payload
 
     def decode_activation(self, payload: Payload, device: torch.device) -> tuple[Tensor, Labels]:
-        """Decode an activation. Returns: (a new float32 [B, T, D] on `device`, its labels on `device`)."""
+        """Decode an activation. Return (a new float32 [B, T, D], its labels), both on `device`."""
         at = len(payload) - self.targets_bytes
         x_BTD = self._read(payload, at, self._activations[at], device)
         word_BT, weight_1, token_BN = self._words(payload, at)
@@ -127,8 +127,8 @@ class ActivationWire:
         return x_BTD, labels.to(device)
 
     def _words(self, payload: Payload, at: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return views of the labels in a payload: (the targets with their bits, int32 [B, T]; the weight, float32 [1],
-        or [0] if it is not sent; the first N tokens of each sample, int32 [B, N], N = T, 1 or 0).
+        """Return three views of a payload's labels: the targets with their document bits, int32 [B, T]; the weight,
+        float32 [1], or [0] if none is sent; the first N tokens of each sample, int32 [B, N], with N = T, 1 or 0.
 
         Args: at: the offset of the labels, in bytes.
         """
@@ -142,11 +142,11 @@ class ActivationWire:
         return word_BT, weight_1, torch.frombuffer(payload, dtype=torch.int32, offset=at).view(B, -1)
 
     def _subspace(self, device: torch.device) -> Subspace:
-        """Return the subspace. It is made only when it is used, because a modelled peer has no tensors."""
+        """Return the subspace, which is made at its first use, because a modelled (simulated) peer has no tensors."""
         return Subspace.of(self._spec, device)
 
     def encode_gradient(self, grad_BTD: Tensor, microbatch: Microbatch, layer: int) -> bytearray:
-        """Encode a gradient. Args: grad_BTD: of the input of decoder layer `layer`, float32 [B, T, D]."""
+        """Encode a gradient. Args: grad_BTD: the gradient of decoder layer `layer`'s input, float32 [B, T, D]."""
         form = self._backward
         payload = bytearray(tensor_bytes(form, self._numel))
         if self._spec.model.subspace:
@@ -155,7 +155,7 @@ class ActivationWire:
         return payload
 
     def decode_gradient(self, payload: Payload, device: torch.device) -> Tensor:
-        """Decode a gradient. Returns: a new float32 [B, T, D] on `device`."""
+        """Decode a gradient. Return a new float32 [B, T, D] on `device`."""
         grad_BTW = self._read(payload, len(payload), self._gradients[len(payload)], device)
         return self._subspace(device).gradient_restored(grad_BTW) if self._spec.model.subspace else grad_BTW
 

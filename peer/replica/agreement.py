@@ -3,7 +3,7 @@
 Each member sends the others the digest of every version that it reaches. Once all members of a round have sent their
 digests, the most frequent digest is the group's. A member with another digest fetches the state; the first member by
 rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report and
-send it if the reporter dies before it has, so that no commit is missing.
+send the copy if the reporter dies first, so that no commit is missing.
 """
 
 import math
@@ -27,7 +27,7 @@ MUTE_AT_THE_END_S = 0.3
 
 @dataclass(kw_only=True, slots=True)
 class Agreement:
-    """The digests that one member has heard. Args: has_loss: our stage is the last, which reports the step's loss."""
+    """The digests received by one member. Args: has_loss: our stage is the last, which reports the step's loss."""
 
     me: PeerID
     stage: int
@@ -41,13 +41,13 @@ class Agreement:
     own: tuple[Digest, ...] = ()
     """Our digest of our present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> when we first saw that we are past that step."""
+    """Step -> time at which we first saw that we are past it."""
     next_s: float = math.inf
-    """When a round may settle without the missing digests."""
+    """The time from which a round may settle without the missing digests."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
-        """Record that we are at `version`. Args: gradient_norm: of our step to `version`; None: we loaded its state."""
+        """Record that we are at `version`. Args: gradient_norm: None if we loaded the state instead of stepping."""
         self.own = (Digest(stage=self.stage, version=version, digest=digest),)
         if gradient_norm is not None:
             self._norms[version] = gradient_norm
@@ -87,8 +87,8 @@ class Agreement:
         return sum(self._spoken.get(peer, -1) > version for peer in peers)
 
     def ahead_of(self, version: int, is_gone: Callable[[PeerID], bool]) -> list[PeerID]:
-        """Return the peers that are past `version`, but least far: peers further ahead may no longer have the gradients
-        that lead there."""
+        """Return the peers at the lowest announced version above `version`: peers further ahead may no longer keep the
+        gradient of our next step."""
         ahead = {peer: spoken for peer, spoken in self._spoken.items() if spoken > version and not is_gone(peer)}
         first = min(ahead.values(), default=version)
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
@@ -106,9 +106,9 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the decided rounds up to `version`: each member has sent a digest, is gone, or is overdue.
+        """Return the rounds up to `version` to compare now: each member has sent a digest, is gone, or is overdue.
 
-        A digest of a later version counts, too: that member skipped the round's version by fetching a later state.
+        A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.
         """
         settled, self.next_s = [], math.inf

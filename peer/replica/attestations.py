@@ -18,9 +18,9 @@ def voters(
 ) -> tuple[PeerID, ...]:
     """Return the peers of which more than half must have signed the state that `newcomer` fetches.
 
-    These are the members that are older than the newcomer; if there are none, the members that came with it; then the
-    draining members; then the younger members, since a member that restarts at its old place has no state and only the
-    younger ones may have it. Members that report no state do not vote.
+    The voters are the members older than the newcomer; if there are none, the members that came with it; else the
+    draining members; else the younger members, which alone may have the state if the newcomer restarted at its old
+    place. Members that report no state do not vote.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)
@@ -55,7 +55,7 @@ class Attestations:
         self._said = {v: said for v, said in self._said.items() if said}
 
     def signers(self, version: int, root: str) -> dict[PeerID, bytes]:
-        """Holder -> its signature of this root at this version."""
+        """Return holder -> signature of state digest `root` at `version`."""
         return {peer: signature for peer, (said, signature) in self._said.get(version, {}).items() if said == root}
 
     def clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Commands of a replica's core to its driver. A command names tensors, and never carries them."""
+"""Commands of a replica's core to its driver. A command names tensors, but carries none."""
 
 from dataclasses import dataclass
 
@@ -33,8 +33,9 @@ class AnnouncePresence:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add a microbatch's gradient to the sum of its step, or hold it out of the sum if `counted.held_out` and there is
-    room. Then return `counted` as an event, with `held_out` as it came out; no event if the step is over."""
+    """Add a microbatch's gradient to the sum of its step; if `counted.held_out` and there is room, keep it apart from
+    the sum. Then pass `counted` to the core as an event: its `held_out` says what was done. If the step is over, pass
+    nothing."""
 
     counted: GradientCounted
     retried: bool
@@ -56,8 +57,8 @@ class SendActivation:
 class SendGradient:
     """Send the gradient of `microbatch` to `target`; for a validation microbatch, its loss.
 
-    `waited_s`: time that the microbatch stood in queues here and in all later stages, forward and backward.
-    `commit_s`: duration of a commit in the slowest of these stages.
+    `waited_s`: time that the microbatch stood in queues of this and all later stages, forward and backward. `commit_s`:
+    duration of a commit in the slowest of these stages.
     """
 
     microbatch: Microbatch
@@ -77,15 +78,15 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Free the tensors that are kept for the microbatch: no peer will ask for them any more."""
+    """Free the tensors that are kept for the microbatch: no peer will ask for these any more."""
 
     microbatch: Microbatch
 
 
 @dataclass(frozen=True, slots=True)
 class RejectMicrobatch:
-    """Tell `target` that we will not compute the microbatch; `target` then sends it elsewhere. None: stage 0's
-    leader, which granted it. `begun`: it may have run already."""
+    """Tell `target` that we will not compute the microbatch, so that `target` sends it elsewhere. `target` None: tell
+    stage 0's leader, which granted the microbatch. `begun`: the microbatch may have run already."""
 
     microbatch: Microbatch
     target: PeerID | None
@@ -121,7 +122,8 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`. The group notes it, since `peer` may die before it reports it."""
+    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it reports
+    it."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -159,8 +161,9 @@ QueueCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every other member, or only to the member `to`. `can_wait`: only the leader must get it at
-    once, the others within seconds. `can_rest`, together with `can_wait`: the leader may wait, too (`telling.py`)."""
+    """Send `message` to every other member, or only to the member `to`. `can_wait`: only the leader must get the
+    message at once, the others within seconds. `can_rest`, together with `can_wait`: the leader may wait, too
+    (`telling.py`)."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -170,7 +173,7 @@ class Tell:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Take part in this round; an older attempt at the same step is void."""
+    """Take part in this round; it replaces older rounds of the same step."""
 
     round: RoundStart
 
@@ -207,7 +210,7 @@ class AskRepair:
 
 @dataclass(frozen=True, slots=True)
 class Resync:
-    """Fetch the group's state at `version` from `mate`: our state differs from it."""
+    """Fetch the group's state at `version` from `mate`, because our own state differs."""
 
     mate: PeerID
     version: int
@@ -215,7 +218,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: also expect none from it."""
+    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from it."""
 
     peer: PeerID
     died: bool = False

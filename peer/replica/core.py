@@ -1,8 +1,8 @@
 """Decides what one replica of a stage does. Pure.
 
 Every event enters by `handle` and goes to one of three parts: pipeline (`schedule.py`), group (`group_core.py`) or, at
-stage 0 only, queue (`microbatch_queue.py`). If a command of one part is a request to another part, this core carries it
-out at its place among the commands, and the driver never sees it:
+stage 0 only, queue (`microbatch_queue.py`). If a command of one part is a request to another part, this core passes the
+request on, in the order of the commands, and the driver never sees it:
 
     queue     Make, MemberGranted, RunAhead   -> group (`granted`, `granted_to`), pipeline (Arrived, RunAhead)
     pipeline  Contributed, Finished           -> Count for the driver; queue (`validated`, `look_again`)
@@ -133,7 +133,7 @@ class ReplicaCore(MemberCore):
         return self._supplied(self._queue.handle(event, now_s=now_s), now_s)
 
     def _supplied(self, commands: list[QueueCommand], now_s: float) -> list[Command]:
-        """Carry out the queue's commands: pass each to another part, or return it for the driver."""
+        """Pass each command of the queue to another part, or return it for the driver."""
         assert self._queue is not None, "commands of a queue at a later stage"
         self._queue_due_s = self._queue.next_timer_s()
         return self._routed([*commands], now_s) if commands else []

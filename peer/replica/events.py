@@ -1,7 +1,7 @@
-"""Events of a replica's core: frozen values, each of which enters by `handle`.
+"""Events of a replica's core: frozen values, each passed to `handle`.
 
-`call` is the number of a remote call that waits for an answer; the core answers it by the command `Answer`. The core
-declines a call by raising `Refused`, and a call that no honest peer makes by `RemoteError`. Both leave it unchanged.
+`call` is the number of a remote call that waits for an answer; the core answers the call by the command `Answer`. The
+core declines a call by raising `Refused`, or `RemoteError` if no honest peer makes it; neither changes the core.
 """
 
 from collections.abc import Mapping
@@ -16,12 +16,12 @@ from shoal.protocol.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class TimerFired:
-    """The time that `next_timer_s` returned has come."""
+    """The time returned by `next_timer_s` has come."""
 
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """The backward of `microbatch` is done, in our stage or expert. `retried`: another member may have the gradient."""
+    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -34,8 +34,8 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class PlanFollowed:
-    """`plan` is the newest plan that leaves our group and its layers as before. `former`: peers that recent plans had
-    in the group, but this plan has not. `upstream`: present and recent holders of the stage before ours."""
+    """`plan` is the newest plan that leaves our group and its layers as before. `former`: peers that recent plans name
+    in the group, but this plan does not. `upstream`: present and recent holders of the stage before ours."""
 
     plan: Plan
     former: frozenset[PeerID] = frozenset()
@@ -44,7 +44,7 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class PeerSaid:
-    """A peer reports its presence: its place in the plan, and its state there."""
+    """A peer reports its presence: its place in the plan, and whether it is ready and open in this place."""
 
     peer: PeerID
     presence: PresenceUpdate
@@ -61,8 +61,8 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage; `incarnation` numbers its starts there. Members of its group may have learnt
-    this already from its Progress."""
+    """`peer` has begun anew in its stage; `incarnation` numbers its starts in that stage. Members of its group may have
+    learnt of the restart already from its Progress."""
 
     peer: PeerID
     incarnation: int
@@ -70,7 +70,7 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state or, if `learner`, only its weights. `remembers`: see `Stepped`."""
+    """We hold the group's state or, if `learner`, only the group's weights. `remembers`: see `Stepped`."""
 
     remembers: bool
     learner: bool = False
@@ -96,7 +96,7 @@ class DrainEnded:
 
 @dataclass(frozen=True, slots=True)
 class Drained:
-    """No peer needs anything more from us in this place."""
+    """No peer needs us in this place any more."""
 
 
 LifeEvent = PlanFollowed | PeerSaid | PeerDied | PeerReborn | JoinedGroup | Lagging | DrainBegun | DrainEnded | Drained
@@ -193,8 +193,8 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or accepts no microbatches and will not return what it owes. If it has begun anew
-    as the incarnation `successor`, activations that this incarnation has already sent are not lost."""
+    """`peer` died, left the plan, or accepts no microbatches and will not return the gradients that it owes. If it has
+    begun anew as the incarnation `successor`, activations that this incarnation has already sent are not lost."""
 
     peer: PeerID
     successor: int | None = None
@@ -202,7 +202,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class HandedBack:
-    """`peer`, of the next stage, will not compute the microbatch, because it pauses or its weights lag."""
+    """`peer`, of the next stage, will not compute the microbatch, because `peer` pauses or its weights lag."""
 
     microbatch: Microbatch
     peer: PeerID
@@ -210,8 +210,8 @@ class HandedBack:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The leader's choice of `steps_ahead` of the version, -1 if it has none, and of `gain`: microbatches in flight, in
-    units of what the pipeline holds without queues."""
+    """The leader's choices. `steps_ahead`: steps ahead of the version; -1: not chosen yet. `gain`: microbatches in
+    flight, divided by the number that the pipeline holds without queues."""
 
     steps_ahead: int
     gain: float
@@ -220,7 +220,7 @@ class RunAhead:
 @dataclass(frozen=True, slots=True)
 class Paused:
     """We pause: no forward begins any more, and microbatches without a forward go back to their senders. Backwards go
-    on as gradients arrive, unless `at_once`: then all microbatches but the running one go back."""
+    on as gradients arrive. `at_once`: all microbatches but the running one go back, and no backward begins."""
 
     at_once: bool
 
@@ -307,7 +307,7 @@ class RepairDeclined:
 
 @dataclass(frozen=True, slots=True)
 class WorkReturned:
-    """A member hands back `microbatch`, because it pauses or lags. `begun`: the microbatch may have run in part."""
+    """A member that pauses or lags hands back `microbatch`. `begun`: the microbatch may have run in part."""
 
     source: PeerID
     microbatch: Microbatch
@@ -316,7 +316,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor is a begun step finished."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor may a begun step finish."""
 
     source: PeerID
     at_once: bool
@@ -394,10 +394,10 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`, by a step or a fetched state. `digest`: of our state; None while we hold weights alone.
+    """We hold `version`, by a step or a fetched state. `digest`: digest of our state; None while we hold weights alone.
 
-    `by`: the round that gave the gradient of our step; it may be void by now, if a member died after it had sent its
-    part. `gradient_norm`: norm of that gradient, for the ledger; None: we have fetched the state."""
+    `by`: the round that gave the gradient of our step; a higher round may have replaced it, if a member died after
+    sending its part. `gradient_norm`: norm of that gradient, for the ledger; None: we have fetched the state."""
 
     version: int
     digest: str | None
@@ -409,7 +409,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The run has stood still for seconds: repeat messages that a member may have dropped with a lost peer."""
+    """The run has stood still for seconds: repeat messages that a member may have dropped when it lost a peer."""
 
 
 CommitEvent = (

@@ -9,10 +9,10 @@ continents the quickest route says little about all routes together. A gain abov
 not full, the rate rises and so does the window; if it was full, only the queues grow.
 
 The time that a microbatch stood in queues, for a device or for a link, is subtracted from its round trip: each stage
-measures this time and sends it with the gradient. A network cannot, so BBR empties its queue now and then to see an
-empty round trip. Without either, a full pipeline always measures rate x round trip = what is in flight, and the window
-grows by its gain for ever: a model of this pipeline had 25 to 40 times too much in flight within minutes. To drain the
-pipeline would cost throughput, and several stage-0 replicas would have to drain it at the same time.
+measures this time and sends it with the gradient. A network cannot measure it, so BBR empties its queue now and then to
+see an empty round trip. Without either, a full pipeline always measures rate x round trip = what is in flight, and the
+window grows by its gain for ever: a model of this pipeline had 25 to 40 times too much in flight within minutes.
+Emptying the pipeline would cost throughput, and several stage-0 replicas would have to do so at the same time.
 
 `Control` chooses how many steps stage 0 runs ahead of its version, k, and the gain g for microbatches ahead. It feeds
 the measurements of the window and of `CommitTimes` into the model in `protocol/running_ahead.py`. The choice does not
@@ -22,8 +22,8 @@ replicas of stage 0 at once, so all of them follow the leader's choice, which it
 near and far replicas chose differently (eight cities, thirty replicas): steps took 6.1 s where 4.6 s were planned.
 
 `CommitTimes` measures how long commits take, from a replica's last contribution to a step until it has the next
-version: waiting for the group, the reduction, the step. Each stage tells the stage before, with every gradient, the
-longest time of its own and all later stages; so stage 0 knows the time of the slowest stage.
+version: waiting for the group, the reduction, the step. With every gradient, each stage tells the stage before the
+longest commit time among itself and all later stages; so stage 0 knows the time of the slowest stage.
 """
 
 import math
@@ -92,7 +92,7 @@ class Window:
         return len(self._sent) < self.size
 
     def size_at(self, gain: float) -> int:
-        """Return the window size for another gain. Call it only after the first measurement."""
+        """Return the window size for another gain. Call this only after the first measurement."""
         return max(2, min(self.size_max, int(gain * self.rate_per_s * self.round_trip_s) + 1))
 
     def sent(self, key: object, *, now_s: float) -> None:
@@ -102,8 +102,8 @@ class Window:
         self._sent[key] = _Sent(now_s, self._delivered, self._delivered_at_s)
 
     def returned(self, key: object, *, now_s: float, waited_s: float) -> None:
-        """Take a sample of rate and round trip when `key` comes back (BBR's delivery-rate estimator). Args: waited_s:
-        the part of the round trip that the microbatch stood in queues."""
+        """Sample the rate and the round trip when microbatch `key` comes back (BBR's delivery-rate estimator). Args:
+        waited_s: the time of the round trip that the microbatch stood in queues."""
         sent = self._sent.pop(key, None)
         if sent is None:
             return
@@ -121,20 +121,20 @@ class Window:
             self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
-        """Drop `key` without a sample: the microbatch was lost, or did not pass through the whole pipeline."""
+        """Drop microbatch `key` without a sample: it was lost, or did not pass through the whole pipeline."""
         self._sent.pop(key, None)
 
 
 @dataclass(slots=True)
 class CommitTimes:
-    """Measures commit times: of one replica, and the longest of the stages after it, in seconds.
+    """Measures one replica's commit times, and keeps the longest commit time of the later stages, in seconds.
 
     A commit takes from a replica's last contribution to a step until the replica has the next version."""
 
     _contributed_s: dict[int, float] = field(default_factory=dict)
     """Step -> end of our last microbatch of that step."""
     _stepped_s: float | None = None
-    """When our own step made the current version; None: the version was loaded."""
+    """The time at which our own step made the current version; None: the version was loaded."""
     _own_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
     _told_s: deque[float] = field(default_factory=lambda: deque(maxlen=TOLD))
     _median_s: float = 0.0
@@ -145,12 +145,12 @@ class CommitTimes:
         self._contributed_s[step] = now_s
 
     def told(self, longest_s: float) -> None:
-        """Note the longest commit time of later stages, which a replica of the next stage reports."""
+        """Record the longest commit time of later stages, as a replica of the next stage reports it."""
         self._told_s.append(longest_s)
         self.longest_s = max(self._median_s, max(self._told_s))
 
     def stepped(self, version: int, *, now_s: float) -> None:
-        """Note that our own step made `version`."""
+        """Record that our own step made `version`."""
         contributed_s = self._contributed_s.get(version - 1)
         if contributed_s is not None and self._stepped_s is not None:
             # If whole steps run ahead, a step's microbatches may be done before the previous step is committed.
@@ -161,20 +161,20 @@ class CommitTimes:
         self._stepped_s = now_s
 
     def loaded(self, version: int) -> None:
-        """Note that a state of `version` has come from elsewhere."""
+        """Record that a state of `version` was loaded from elsewhere."""
         self._stepped_s = None
         self._contributed_s = {step: at_s for step, at_s in self._contributed_s.items() if step >= version}
 
 
 @dataclass(kw_only=True, slots=True)
 class Control:
-    """Chooses at each version how far microbatches run ahead. Until it has measurements, it holds nothing back.
+    """Chooses at each version how far microbatches run ahead. Without measurements it sets no limit.
 
     Args:
         s_max: limit on the steps ahead.
         price: cost of staleness (`protocol/staleness.py`).
-        synchronous_steps: nothing runs ahead of these first steps, and no rate is measured in them: where a step is
-            shorter than the way through all stages, the pipeline is never full.
+        synchronous_steps: number of first steps in which nothing runs ahead and no rate is measured: if a step is
+            shorter than a pass through all stages, the pipeline is never full.
     """
 
     s_max: int
@@ -186,11 +186,11 @@ class Control:
     _own: deque[int] = field(default_factory=lambda: deque(maxlen=STEPS))
 
     def begun(self, step: int) -> None:
-        """Count a microbatch of ours that runs for the first time."""
+        """Count a microbatch of `step` that we run for the first time."""
         self._begun[step] = self._begun.get(step, 0) + 1
 
     def reached(self, version: int, window: Window, *, commit_s: float) -> None:
-        """Choose for the steps from `version` on. Args: commit_s: longest commit of all stages; 0: not known yet."""
+        """Choose how far steps from `version` on run ahead. Args: commit_s: longest commit of a stage; 0: unknown."""
         self._own.append(self._begun.get(version - 1, 0))
         self._begun = {step: count for step, count in self._begun.items() if step >= version}
         if version <= self.synchronous_steps:
@@ -226,12 +226,12 @@ class Control:
     def steps_ahead(self) -> int:
         """The number of later steps from which a member may be granted microbatches while other members still have
         microbatches of the current step to claim. It is 0 until a choice is made: all members wait for a layout's first
-        step, so this step is granted whole before the next."""
+        step, so the whole first step is granted before the next one."""
         return self.in_force[0] if self.in_force is not None else 0
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """(k, g) in force, steps ahead and gain: the leader's choice, or ours while the leader has none."""
+        """The (steps ahead, gain) in force: the leader's choice, or ours while the leader has none. None: no choice."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain
         return self._led
@@ -239,17 +239,17 @@ class Control:
 
 class Traffic:
     """Makes the parts that control the traffic of a replica: `Router` (routes), `Window` (number in flight) and
-    `Control` (steps ahead). A subclass makes other parts, to compare them. Each replica calls each method once."""
+    `Control` (steps ahead). A subclass makes other parts, for comparison. Each replica calls each method once."""
 
     def router(self) -> Router:
         return Router()
 
     def window(self, num_stages: int) -> Window:
-        """Make the window of a stage-0 replica."""
+        """Make the limit on a stage-0 replica's microbatches in flight."""
         return Window(num_stages=num_stages)
 
     def control(self, spec: RunSpec) -> Control | None:
-        """Make the control of a stage-0 replica. None: only s_max limits the steps ahead."""
+        """Make a stage-0 replica's control of steps ahead. None: only s_max limits them."""
         training = spec.training
         if training.s_max == 0:
             return None

@@ -16,20 +16,20 @@ _KINDS: Final = ("forward", "loss")
 
 
 class ForwardTimes:
-    """Times forwards, or at the last stage its whole loss jobs. A job that waits for experts runs in parts, between
-    which other jobs run; its parts are added up, and count when the job has ended."""
+    """Times forwards; at the last stage, whole loss jobs. A job that waits for experts runs in parts, between which
+    other jobs run; its parts are added up, and count when the job has ended."""
 
     def __init__(self) -> None:
         self._open: dict[Job, float] = {}
         self._took_s: deque[float] = deque(maxlen=_TOLD_FORWARDS)
 
     def ran(self, job: Job, seconds: float) -> None:
-        """Note that the job, or a part of the job, had the device for `seconds`."""
+        """Record that the job, or a part of the job, had the device for `seconds`."""
         if job.kind in _KINDS:
             self._open[job] = self._open.get(job, 0.0) + seconds
 
     def ended(self, job: Job) -> None:
-        """Note that all parts of the job have run."""
+        """Record that all parts of the job have run."""
         took_s = self._open.pop(job, None)
         if took_s is not None:
             self._took_s.append(took_s)
@@ -40,7 +40,7 @@ class ForwardTimes:
 
     @property
     def seconds(self) -> float:
-        """Median of recent times, or of only the last three if these are all far from it; 0 before any forward."""
+        """Median of recent times, or of the last three if all three are far from that median; 0 before any forward."""
         if not self._took_s:
             return 0.0
         usual_s, last_s = median(self._took_s), [*self._took_s][-_SURE_FORWARDS:]

@@ -13,12 +13,12 @@ ready member names it as leader in its latest Progress. A member that names anot
 and its Progress lists what it had granted until then. A draining member is no longer *open* and stops leading at once;
 it stays ready, and its messages count, until its contributions are committed, whether or not a plan still names it.
 
-A layout that ends at a version (`Plan.cutover_version`) commits no later step, even if a later step is complete: the
-next layout recomputes that step.
+A layout that ends at a version (`Plan.cutover_version`) commits no later step, even a complete one: the next layout
+makes that step.
 
-`attempt` orders the rounds of one step: by plan sequence, then by the leader's own retries. Members obey the highest.
-A member that was left out of a round, or missed its end, sees from the other members' digests that it is behind, and
-asks one of these members for the reduced gradient (`CatchUp`).
+`attempt` orders the rounds of one step: by plan sequence, then by the leader's own retries. Members follow the round
+with the highest number. A member that was left out of a round, or missed the round's end, sees from the other members'
+digests that it is behind, and asks one of these members for the reduced gradient (`CatchUp`).
 
 A learner (`peer/membership/learner.py`) is a member that is ready with weights alone. It contributes and takes part in
 rounds, which list it in `learners`; it never leads, sends no digest, and does not count as a holder of the state.
@@ -64,7 +64,7 @@ class GroupCore(GroupView):
 
     Args:
         deadline_s: after this long at a version, the leader commits with at least `quorum` (a fraction) of the step's
-            microbatches. 0: it always waits for all.
+            microbatches. 0: the leader always waits for all.
         catch_up_after_s: how long we wait for the end of a round that names us once another member has a later version.
         incarnation: number of this replica's start here; after a restart it has lost its state and has a higher number.
     """
@@ -95,7 +95,8 @@ class GroupCore(GroupView):
     # --- events ---
 
     def handle(self, event: CommitEvent, *, now_s: float) -> list[CommitCommand]:
-        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
+        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
+        nothing."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -117,7 +118,7 @@ class GroupCore(GroupView):
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
-        """Follow a plan. Args: former: peers that only recent plans had in the group; they may still drain."""
+        """Follow a plan. Args: former: peers that only recent plans name in the group; they may still drain."""
         before = self.group_peers
         self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
         self._losses.begins_at = plan.restore_version
@@ -132,7 +133,7 @@ class GroupCore(GroupView):
         return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def take_part(self, ready: bool, *, learner: bool = False, now_s: float) -> list[CommitCommand]:
-        """Begin to take part, with the group's state or, if `learner`, with its weights alone. Not `ready`: end it."""
+        """Begin to take part, with the group's state or, if `learner`, its weights alone. If not `ready`, stop."""
         was_learner = self.is_learner
         self.set_ready(ready, learner=learner)
         self._note_whole(self.me, was_learner=was_learner)
@@ -146,7 +147,7 @@ class GroupCore(GroupView):
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Note, at stage 0, a microbatch granted to us. `retried`: it runs again, perhaps unknown to the leader."""
+        """Record, at stage 0, a microbatch granted to us. `retried`: it runs again, perhaps unknown to the leader."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -154,12 +155,12 @@ class GroupCore(GroupView):
         return [Tell(self._progress(microbatch.step), can_wait=True, can_rest=is_known)]
 
     def granted_to(self, peer: PeerID, microbatch: Microbatch) -> None:
-        """Note, as stage 0's leader, a microbatch that is granted to `peer`."""
+        """Record, as stage 0's leader, that `microbatch` is granted to `peer`."""
         if peer != self.me:
             self._losses.claimed(peer, microbatch.step, 1 << microbatch.index)
 
     def member_lost(self, peer: PeerID, *, is_barred: bool = False, now_s: float) -> list[CommitCommand]:
-        """Remove a member that died. `is_barred`: it lives, but ignore it from now on (see `PeerDied`)."""
+        """Remove a member that died. `is_barred`: the member lives, but is ignored from now on (see `PeerDied`)."""
         if not self.is_near(peer):
             return []
         if is_barred:
@@ -167,7 +168,7 @@ class GroupCore(GroupView):
         return [ForgetMember(peer, died=True), *self._lose(peer, now_s)]
 
     def member_elsewhere(self, peer: PeerID, incarnation: int, *, now_s: float) -> list[CommitCommand]:
-        """Remove a peer that reports that it is not in our group, either no longer or not yet."""
+        """Remove a peer that reports that it has left our group or has not joined yet."""
         if not self.is_near(peer) or incarnation < self.incarnation_of(peer):
             return []
         self.has_no_state(peer)
@@ -190,8 +191,8 @@ class GroupCore(GroupView):
 
         Args:
             ready, is_open: the member takes part, and takes traffic.
-            drains: it is leaving, and may have left the group before we joined.
-            has_moved: the plan has a place for it elsewhere.
+            drains: the member is leaving; perhaps plans dropped it before we joined.
+            has_moved: the plan gives the member a place elsewhere.
         """
         if self.is_barred(peer):
             return []
@@ -214,8 +215,8 @@ class GroupCore(GroupView):
         return [*reborn, *told, *self._leader_may_have_changed(now_s)]
 
     def _note_whole(self, peer: PeerID, *, was_learner: bool) -> None:
-        """Note the promotion of a learner to full member. The round of this step may have been opened before, and the
-        leader of the next may not have heard of it yet: both rounds may still list the peer as a learner."""
+        """Record that a learner became a full member. The rounds of this step and the next may still list the peer as a
+        learner: their leader may not know of the promotion yet."""
         if was_learner and peer in self._whole:
             self._learner_until[peer] = self.version + 1
 
@@ -226,7 +227,7 @@ class GroupCore(GroupView):
         """Remove a member's earlier incarnation if it now reports `incarnation`, in a Progress or a PresenceUpdate. A
         member that restarts too often is reported, and barred.
 
-        This opens no round. The caller tries to, after it has applied the rest of the message: the member may be ready
+        This opens no round. The caller tries to, after applying the rest of the message: the member may be ready
         again."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
@@ -250,7 +251,7 @@ class GroupCore(GroupView):
         return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """Remove an unreachable member if it drains. If it is not ready, do not wait until it names a leader."""
+        """Remove an unreachable member if it drains. If it is not ready, do not wait for it to name a leader."""
         if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:
@@ -317,7 +318,7 @@ class GroupCore(GroupView):
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """Void our round, if we lead and `peer` has contributed more than the round says (a microbatch ran twice)."""
+        """Drop our round, if we lead and `peer` has contributed more than the round says (a microbatch ran twice)."""
         start = self._rounds.open[step]
         if step != self.version or self.leader != self.me:
             return
@@ -378,8 +379,8 @@ class GroupCore(GroupView):
 
     def _press(self) -> list[CommitCommand]:
         """Repeat messages that a member may have dropped when it counted a peer as lost. The leader repeats its round,
-        because members may have followed the lost peer's round; a member repeats its progress, which also confirms the
-        leader."""
+        because members may have followed the lost peer's round. The other members repeat their progress, which also
+        names the leader."""
         if self.leader not in (None, self.me):
             return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)
@@ -393,7 +394,7 @@ class GroupCore(GroupView):
 
     @property
     def _whole(self) -> set[PeerID]:
-        """All members that report that they hold the state, and we if we hold it."""
+        """All members, ourselves included, that hold the state by their own report."""
         return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
@@ -410,8 +411,8 @@ class GroupCore(GroupView):
         return attempt(self._rounds.plan_sequence, self._rounds.retries, rank=rank, incarnation=self.incarnation)
 
     def _tell_open_steps(self, *, to: PeerID | None = None) -> list[CommitCommand]:
-        """Send our progress in all open steps. Only the last message names our leader: a leader acts once all name it,
-        and must know our grants by then."""
+        """Send our progress in all open steps. Only the last message names our leader: a leader acts once all members
+        name it, and must know our grants by that time."""
         own = self._agreement.own if to and self.version else ()  # the receiver may not have heard our digest
         said: list[Digest | Progress] = [*own]
         said += [self._progress(s, names_leader=False) for s in sorted(self._tallies.steps) if s != self.version]
@@ -457,15 +458,15 @@ class GroupCore(GroupView):
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """Plan to ask a member that is past our version for the gradient, after `catch_up_after_s`; at once if no round
-        that we know will give us this gradient."""
+        """Set the time at which to ask a member past our version for the gradient: after `catch_up_after_s`, or at once
+        if no round that we know will give us this gradient."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Ask a member that is ahead, a different one each time: it may be dead. Each of us begins with another, so
-        that not all ask the same member."""
+        """Ask a member that is ahead for the gradient, another member each time, since one may be dead. Members begin
+        with different ones, so that not all ask the same member."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []

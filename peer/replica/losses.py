@@ -29,9 +29,9 @@ class Losses:
     """Decides which microbatches a group's leader asks stage 0 to run again.
 
     Known losses: the microbatches that a dead member had contributed or (at stage 0) had been granted. Suspected
-    losses: all that are missing, if no contribution has arrived for several step times, since a frame may be lost
-    without anyone noticing. To ask for too many costs only time: a stage that already has a gradient computes it again
-    and does not add it.
+    losses: all missing microbatches, if no contribution has arrived for several step times, since a frame may be lost
+    unnoticed. A request for too many costs only time: a stage that already has a gradient computes it again and does
+    not add it.
     """
 
     microbatches: int
@@ -59,7 +59,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches as claimed by `peer`: it reported them, or we granted them (its report may be lost)."""
+        """Record microbatches that `peer` claimed: it reported them, or we granted them (its report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
@@ -77,7 +77,7 @@ class Losses:
         return {step for step, claims in self._claims.items() if peer in claims}
 
     def grown(self, now_s: float) -> None:
-        """Restart the wait: a contribution has arrived."""
+        """Restart the wait that leads to suspicion: a contribution has arrived."""
         self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:
@@ -93,7 +93,7 @@ class Losses:
                 del table[step]
 
     def ask(self, version: int, lacks: Callable[[int, int], bool], *, now_s: float) -> list[CommitCommand]:
-        """Return the requests that are due. Args: lacks: True if no member has contributed microbatch (step, index)."""
+        """Return the due repair requests. Args: lacks: True if no member has contributed microbatch (step, index)."""
         if now_s >= self.suspect_at_s:
             self._grown_at_s = now_s
             self._num_asked += 1

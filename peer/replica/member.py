@@ -1,7 +1,7 @@
 """Decides what one member of a group does: an expert's holder, or a stage's replica, which also has a pipeline
 (`core.py`). Pure.
 
-A member passes through these states. A plan begins its life, and the driver ends it:
+A member passes through these states. It begins with a plan that names it, and ends when the driver drops it:
 
     joining    not ready, closed   it fetches the group's state
     learner    ready, open         it computes with the group's weights until it has the whole state; closed while it
@@ -12,7 +12,7 @@ A member passes through these states. A plan begins its life, and the driver end
     draining   ready, closed       it finishes its work; a plan may give its place back (`DrainEnded`)
     drained    not ready, closed   no peer needs it any more
 
-The other members' presence messages (`PeerSaid`) tell it which members are ready and open.
+The other members' presence messages (`PeerSaid`) tell a member which others are ready and open.
 """
 
 from abc import ABC, abstractmethod
@@ -69,7 +69,8 @@ class MemberCore(ABC):
         return self._plan
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
+        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
+        nothing."""
         match event:
             case GradientCounted() | Stepped() | MemberSilent():
                 return self._of_the_group(event, now_s)
@@ -114,7 +115,7 @@ class MemberCore(ABC):
                 return self._of_the_group(event, now_s)  # type: ignore[arg-type]
 
     def next_timer_s(self) -> float:
-        """Return the time at which the core wants a `TimerFired`."""
+        """Return the time at which the driver must pass a `TimerFired`."""
         return self._group_due_s
 
     # --- what a kind of member defines ---
@@ -128,15 +129,15 @@ class MemberCore(ABC):
         return False
 
     def _changed(self, now_s: float) -> list[Command]:
-        """React to a change for which work may have waited."""
+        """Begin work that may have waited for the change that just happened."""
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """React to the loss of work that we had sent to `peer`. `successor`: its new incarnation if it restarted."""
+        """React to the loss of work that we had sent to `peer`. `successor`: its new incarnation, if it restarted."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
-        """Carry out one part's commands to another, and return the rest for the driver."""
+        """Carry out the commands that one part gives another, and return the rest for the driver."""
         return commands
 
     # --- inside ---
@@ -182,8 +183,8 @@ class MemberCore(ABC):
         return [*self._decided(self.group.take_traffic(False, now_s=now_s), now_s), AnnouncePresence()]
 
     def _open_if_fit(self, now_s: float) -> list[Command]:
-        """Take traffic if nothing forbids it. A newcomer to a synchronous run waits until it has made a step itself:
-        before, it could not repeat a microbatch exactly. It does not wait if no other member takes traffic."""
+        """Take traffic if nothing forbids that. A newcomer to a synchronous run waits until it has made a step itself,
+        since until then it cannot repeat a microbatch exactly. It does not wait if no other member takes traffic."""
         is_kept_closed = self.is_draining or self.is_paused or self.is_lagging
         if self.is_open or is_kept_closed or not self.group.ready:
             return []

@@ -14,32 +14,32 @@ class Mate:
     """Our knowledge about one other member."""
 
     is_ready: bool = False
-    """It takes part, with the group's state or as a learner."""
+    """The member takes part, with the group's state or as a learner."""
     is_learner: bool = False
-    """It takes part with weights alone, without the optimizer's moments."""
+    """The member takes part with weights alone, without the optimizer's moments."""
     is_open: bool = True
-    """It accepts microbatches."""
+    """The member accepts microbatches."""
     is_present: bool = False
-    """It has announced itself since it was last recorded as lost."""
+    """The member has announced itself since it was last recorded as lost."""
     is_absent: bool = False
-    """It died, or it is unreachable and not ready. Nobody waits for its messages."""
+    """The member died, or is unreachable and not ready. Nobody waits for its messages."""
     reported_empty: bool = False
-    """Its last announcement said that it is not ready, is a learner, or is elsewhere."""
+    """The member's last announcement said that it is not ready, is a learner, or is elsewhere."""
     names: PeerID | None = None
-    """The leader that it names; None: it has named none; empty: it knows no leader."""
+    """The leader that the member names; None: it has named none; empty: it knows no leader."""
     count: int = -1
-    """The number (`Progress.count`) of the message in which it named that leader."""
+    """The number (`Progress.count`) of the message in which the member named that leader."""
     incarnation: int = -1
-    """The latest known number of its starts in this place; -1: none known."""
+    """The latest known number of the member's starts in this place; -1: none known."""
     dropped_s: float | None = None
-    """When a plan that we followed dropped it, if that was recently."""
+    """The time at which a plan that we followed dropped the member, if that was recently."""
 
 
 @dataclass(kw_only=True, slots=True)
 class MembershipView:
     """One member's view of its group: the members that the plan names, and what each has announced about itself.
 
-    The derived fields (`leader` and those around it) are computed anew after each change.
+    The derived fields (`leader` and its neighbours) are computed anew after each change.
     """
 
     me: PeerID
@@ -64,16 +64,16 @@ class MembershipView:
     leader: PeerID | None = field(init=False, default=None)
     """The first full member by rank that is open; if none is open, the first full member; None: there is none."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
-    """The members that may still believe in another leader than us."""
+    """The members that may still follow another leader."""
     is_leader: bool = field(init=False, default=False)
-    """We are the leader, and no member may still believe in another (`doubtful` is empty)."""
+    """We are the leader, and no member may still follow another (`doubtful` is empty)."""
     _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)
     _barred: set[PeerID] = field(init=False, default_factory=set)
     """Peers that we refuse as members, whatever the plan or their messages say."""
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(Our rank among the full members, from 0; number of full members)."""
+        """The pair (our rank among the full members, from 0; number of full members)."""
         whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
@@ -94,7 +94,7 @@ class MembershipView:
         return mate is not None and mate.is_ready
 
     def is_near(self, peer: PeerID) -> bool:
-        """True if the plan names the peer, or it is still draining."""
+        """True if the plan names the peer, or the peer is still draining."""
         return peer in self.group_peers or peer in self.draining
 
     def may_drain(self, peer: PeerID, now_s: float) -> bool:
@@ -107,7 +107,7 @@ class MembershipView:
 
     @property
     def overstays_at_s(self) -> float:
-        """When the first of the draining members should be gone; there must be a draining member."""
+        """The time by which the first of the draining members should be gone; there must be a draining member."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
@@ -158,7 +158,8 @@ class MembershipView:
         self._changed()
 
     def announced(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
-        """Record a member's announcement. Return True if it is new or newly ready: it then needs our progress."""
+        """Record a member's announcement. Return True if the member is new or newly ready: we must send our
+        progress."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)
         mate.is_open, mate.is_ready, mate.is_learner = is_open, ready, ready and learner
@@ -168,7 +169,7 @@ class MembershipView:
         return news
 
     def has_no_state(self, peer: PeerID) -> None:
-        """Record that a peer has no state of our group: it reported that, or it has a place elsewhere."""
+        """Record that a peer has no state of our group: it reported this, or it has a place elsewhere."""
         self._of(peer).reported_empty = True
 
     def moves_away(self, peer: PeerID, *, now_s: float) -> None:
@@ -208,7 +209,7 @@ class MembershipView:
         return peer in self._barred
 
     def silent(self, peer: PeerID) -> None:
-        """Record that a peer is unreachable. If it is not ready, we no longer wait until it names a leader."""
+        """Record that a peer is unreachable. If the peer is not ready, we no longer wait until it names a leader."""
         mate = self._of(peer)
         if not mate.is_ready:
             mate.is_absent = True
@@ -247,7 +248,7 @@ class MembershipView:
         self.is_leader = self.leader == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
-        """True if the peer surely believes in no other leader: it names us, or a peer that only an older plan has."""
+        """True if the peer surely follows no other leader: it names us, or a peer that only an older plan names."""
         mate = self._known.get(peer)
         named = peer if mate is None or mate.names is None else mate.names
         return named == self.me or (peer not in self.group_peers and named != peer and not self.is_near(named))

@@ -1,18 +1,18 @@
 """Decides which member of stage 0 computes which microbatch. Pure.
 
-Theory of operation. A member whose window has room sends the group's leader a claim. The leader keeps the list of
-grants (`WorkQueue`), and holds every claim open until it may grant the claimant a microbatch, for `PATIENCE_S` at most.
-It serves all open claims of one turn of the event loop together. A claimant far slower than the others gets one
-microbatch now and then.
+Theory of operation. A member whose window (limit on microbatches in flight) has room sends the group's leader a claim.
+The leader keeps the list of grants (`WorkQueue`), and holds every claim open until it may grant the claimant a
+microbatch, for `PATIENCE_S` at most. It serves all open claims of one turn of the event loop together. A claimant far
+slower than the rest gets a microbatch now and then.
 
 Each claimant gets its share of a step, by the plan, and up to a tenth more. Windows alone do not keep members to their
 shares: a window is as large as the rate that it measures, and the rate is as high as the window is large, so nothing
-brings back a member that has come to compute more than its share. Its network card then carries more activations than
-the plan assumes, and the whole group waits for its part of the reduction. A claimant that has had its full share of a
-step may hold, at any time, no more than its share of the microbatches that are not granted yet. Meanwhile it goes on
-with the next step. Members that take no traffic have no share. If a claim has waited for `PATIENCE_S` while
-microbatches could be granted, its claimant gets its share of them, whatever it has had: the members for which they are
-reserved may have gone unnoticed.
+brings back a member that has come to compute more than its share. The network of such a member carries more activations
+than the plan assumes, and the whole group waits for its part of the reduction. A claimant that has had its full share
+of a step may hold, at any time, no more than its share of the microbatches that are not granted yet. Beyond that it
+goes on with the next step. Members that take no traffic have no share. If a claim has waited for `PATIENCE_S` while
+microbatches could be granted, its claimant gets its share of them, however many it has had: the members for which they
+are reserved may have gone unnoticed.
 
 Work lost with a replica of any stage runs again: the leader divides it among the open members and asks each to run its
 part. If a member declines, the leader runs that part. These microbatches are not claimed, because a claim waits for
@@ -93,7 +93,8 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A leaving member's request that no step begins, kept after its end until that member has been away."""
+    """A leaving member's request that no step begins. The record is kept after the halt ends, until that member has
+    been away."""
 
     ends_s: float
     """The latest end, with all renewals."""
@@ -107,7 +108,7 @@ class _Halt:
 
 @dataclass(kw_only=True, slots=True)
 class MicrobatchQueue:
-    """Claims, grants and repairs, as one replica of stage 0 knows them; the leader's decisions on them.
+    """Claims, grants and repairs as one replica of stage 0 knows them, and, if it leads, its decisions on them.
 
     Args: book: the list of grants; group: our view of the group; demand: our schedule, which wants microbatches."""
 
@@ -122,33 +123,35 @@ class MicrobatchQueue:
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
     """Step -> number of microbatches of this step given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """When each claimant last contributed a microbatch that we had granted."""
+    """Claimant -> time at which it last contributed a microbatch that we had granted."""
     _flows_s: float | None = field(init=False, default=None)
-    """When the first microbatch that we had granted was contributed. Before, stages may have waited for their state."""
+    """The time at which the first microbatch that we had granted was contributed. Before, stages may have waited for
+    their state."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Asker of repairs -> when its repairs so far will no longer exceed their share of all work (`REPAIRED_SHARE`)."""
+    """Asker of repairs -> time from which its repairs so far no longer exceed their share of all work
+    (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
-    """When repairs beyond that share were last admitted, because the run stood still."""
+    """The time at which repairs beyond that share were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _asked: _Since | None = field(init=False, default=None)
-    """The leader that we have asked for microbatches, and when."""
+    """The leader that we have asked for microbatches, and the time of asking."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     """Seconds from claim to answer, recently. The quickest answer did not wait until something could be granted."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """When to serve the open claims: at the end of the event loop's turn in which something has changed."""
+    """The time to serve the open claims: the end of the event loop's turn in which something has changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
     """No claim is made before this time."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
-        """The members with a claim that waits for something to grant."""
+        """The members whose claims wait until a microbatch can be granted."""
         return tuple(self._claims)
 
     @property
@@ -157,7 +160,8 @@ class MicrobatchQueue:
         return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
     def handle(self, event: QueueEvent, *, now_s: float) -> list[QueueCommand]:
-        """Raises: Refused, RemoteError: a peer's event is invalid; nothing has changed then."""
+        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
+        nothing."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -213,8 +217,7 @@ class MicrobatchQueue:
         return self._end_halts(now_s)
 
     def look_again(self, now_s: float) -> list[QueueCommand]:
-        """React to a change for which a claim, ours or another member's, may have waited: the window has room, the
-        leader is new, or a member has become ready."""
+        """Claim and grant again after a change: the window has room, the leader is new, or a member became ready."""
         ended: list[QueueCommand] = []
         if self.group.leader != self.group.me:
             # The claimants now claim from the new leader. If we kept these claims until we lead again, we would grant
@@ -231,7 +234,7 @@ class MicrobatchQueue:
         return ended
 
     def reach(self, version: int, *, now_s: float) -> list[QueueCommand]:
-        """Note that we hold `version`, by a step or by fetching it."""
+        """Record that we hold `version`, by a step or a fetched state."""
         self._reached_s.append(now_s)
         self.book.reach(version)
         self._losses = {step: losses for step, losses in self._losses.items() if step >= version - 4}
@@ -240,7 +243,7 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Note which microbatches of `step` a member has contributed (`indices`) and was granted; both are bitmaps."""
+        """Record a member's microbatches of `step`: those contributed (`indices`) and those granted, as bitmaps."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -253,7 +256,7 @@ class MicrobatchQueue:
                 self.made(microbatch, now_s=now_s)
 
     def made(self, microbatch: Microbatch, *, now_s: float) -> None:
-        """Note that we, or another member, have contributed `microbatch`."""
+        """Record that a member, perhaps this one, has contributed `microbatch`."""
         granted = self._out.pop(microbatch, None)
         if granted is not None:
             self._made_s[granted.peer] = now_s
@@ -265,7 +268,7 @@ class MicrobatchQueue:
             self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
 
     def lost(self, peer: PeerID, *, now_s: float) -> list[QueueCommand]:
-        """Forget the grants of a lost member, but not its pace, in case it comes back."""
+        """Forget the grants of a lost member. Keep its measured speed, in case it comes back."""
         self._out = {m: granted for m, granted in self._out.items() if granted.peer != peer}
         for had in self._had.values():
             had.pop(peer, None)  # others run its work again; if it comes back, its whole share is due to it again
@@ -350,8 +353,8 @@ class MicrobatchQueue:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[QueueCommand]:
-        """Answer each open claim with the microbatches that are due to its claimant; leave it open if there are none. A
-        claimant that is not ready waits: it is not known here yet, or was lost after it asked."""
+        """Answer each open claim with the microbatches that are due to its claimant; leave the claim open if none are
+        due. A claimant that is not ready waits: it is not known here yet, or was lost after it asked."""
         if not self.group.is_leader:
             return []
         commands: list[QueueCommand] = []
@@ -385,7 +388,7 @@ class MicrobatchQueue:
         return commands
 
     def _shares(self, everyone: Sequence[PeerID], now_s: float) -> dict[PeerID, float]:
-        """Return the shares of the members that take traffic and keep pace; they sum to 1."""
+        """Return the shares, which sum to 1, of the members that take traffic and are not far too slow."""
         able = {self.group.me, *self.group.open_members, *self._claims}
         shares = {
             peer: max(self.group.share_of(peer), _SHARE_MIN)
@@ -436,7 +439,7 @@ class MicrobatchQueue:
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[QueueCommand]:
-        """Run a microbatch ourselves that a member hands back, because it pauses or lags."""
+        """Run a microbatch ourselves that a member hands back because that member pauses or lags."""
         if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)
@@ -456,11 +459,11 @@ class MicrobatchQueue:
         return self.run_again(step, sum(1 << index for index in passed[:may_run]), now_s=now_s)
 
     def _count_repairs(self, source: PeerID, asked: int, now_s: float) -> int:
-        """Limit the repairs for `source` to a share of all work (`REPAIRED_SHARE`): a peer could ask without need, and
-        only its own stage would know.
+        """Limit the repairs for `source` to a share of all work (`REPAIRED_SHARE`): a peer could ask for needless
+        repairs, and only its own stage would notice.
 
-        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, all may,
-        now and then. Raises: Refused: none may."""
+        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, all may
+        run, now and then. Raises: Refused: none may run."""
         seen = self._reached_s
         step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 10.0
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
@@ -513,7 +516,7 @@ class MicrobatchQueue:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
+        """Check a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
         if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):

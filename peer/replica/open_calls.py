@@ -14,14 +14,14 @@ A = TypeVar("A", bound=msgspec.Struct)
 
 
 class OpenCalls:
-    """The calls that wait for the answer of one core."""
+    """The calls that wait for one core's answer."""
 
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[msgspec.Struct]] = {}
 
     async def answered(self, kind: type[A], begin: Callable[[int], None]) -> A:
-        """Wait for the core's answer to a call. Args: begin: passes the call, by its number, to the core.
+        """Number a call and wait for the core's answer. Args: begin: passes the call, with its number, to the core.
         Raises: whatever `begin` raises; Refused: the call will not be answered."""
         call = next(self._numbers)
         answer = self._answers[call] = asyncio.get_running_loop().create_future()
@@ -34,7 +34,7 @@ class OpenCalls:
         return reply
 
     def answer(self, command: Answer) -> None:
-        """Give a caller the core's answer, unless the caller has stopped waiting."""
+        """Pass the core's answer to its caller, unless the caller has stopped waiting."""
         answer = self._answers.get(command.call)
         if answer is not None and not answer.done():
             answer.set_result(command.message)

@@ -1,8 +1,8 @@
 """Decide which round (attempt to reduce a step) a member follows, and number the rounds that it opens. Pure.
 
 Of two rounds of one step, members follow the one with the higher number. But a round with a member that is gone is
-*dead*: nobody can finish it any more, and a member that has finished it shows that by its digest. So any other round
-replaces a dead one, and the leader opens another.
+*dead*: no further member can finish it, and a member that has finished it shows that by its digest. So any other round
+replaces a dead one, and the leader opens a new one.
 """
 
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ def attempt(plan_sequence: int, retries: int, *, rank: int, incarnation: int) ->
     """Return the number of a round. Two leaders, or two incarnations (starts) of one leader, may not know each other's
     rounds, so their numbers always differ: otherwise parts of two rounds could enter one sum.
 
-    Args: retries: number of rounds voided at this version; rank: of the leader by the plan."""
+    Args: retries: number of rounds dropped at this version; rank: the leader's rank in the plan."""
     order = plan_sequence * _EACH + retries
     return (order * _EACH + rank) * _EACH + incarnation % _EACH
 
@@ -39,7 +39,7 @@ class Rounds:
     forms: tuple[WireFormat, ...] = ("fp32",)
     plan_sequence: int = 0
     retries: int = 0
-    """Number of rounds voided at our version."""
+    """Number of rounds dropped at our version."""
     open: dict[int, RoundStart] = field(default_factory=dict)
 
     def is_sound(self, start: RoundStart) -> bool:
@@ -67,8 +67,7 @@ class Rounds:
         )
 
     def void(self, step: int) -> None:
-        """Drop a round that will not end. Our next round gets a higher number, so every member leaves the dropped
-        one."""
+        """Drop the round of `step`, which will not end. Our next round has a higher number, so members follow that."""
         order = self.open.pop(step).attempt // _EACH**2
         self.retries = max(self.retries, order - self.plan_sequence * _EACH) + 1
 
@@ -83,7 +82,7 @@ class Rounds:
         return {member.peer for start in self.open.values() for member in start.members}
 
     def has_named(self, peer: PeerID, step: int) -> bool:
-        """True if `peer` takes part in the round of `step`."""
+        """True if `peer` is a member of the round of `step`."""
         return step in self.open and any(member.peer == peer for member in self.open[step].members)
 
     def forget_before(self, step: int) -> None:

@@ -27,7 +27,7 @@ _GAIN = 0.25
 
 @dataclass(slots=True)
 class PeerPace:
-    """Seconds that each peer takes for one microbatch, without queues: a running average."""
+    """The running average of the seconds that each peer takes for one microbatch, time in queues excluded."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     """An upper bound: it includes delays that the peer may not have caused."""
@@ -45,7 +45,7 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Note that the peer has not answered in time: its next trial is at least twice as far away as the last."""
+        """Record that the peer has not answered in time: its next trial comes after at least twice the last wait."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -54,18 +54,18 @@ class PeerPace:
         self._tried_s[peer] = now_s
 
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
-        """Return 1 for a peer that keeps pace with the quickest of `among`, less for a laggard.
+        """Return 1 for a peer about as quick as the quickest of `among`, less for a slower peer.
 
         Args: waiting_s: age of the peer's oldest unanswered microbatch."""
         return self._weight(peer, self._best_s(among), waiting_s)
 
     def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
-        """Return the `weight` of each of `among`."""
+        """Return the `weight` of each peer in `among`."""
         best_s = self._best_s(among)
         return {peer: self._weight(peer, best_s) for peer in among}
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
-        """True if the peer has had no microbatch for so long that a trial is due: it may be new, or have recovered."""
+        """True if the peer has had no microbatch for so long that a trial is due: it may be new or have recovered."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it is new: give its share time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
@@ -84,13 +84,13 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds that each claimant takes per microbatch: from its previous contribution, or from the grant if later."""
+    """Seconds that each claimant takes per microbatch, from its previous contribution or, if later, from the grant."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
 
     def made(self, peer: PeerID, *, given_s: float, now_s: float) -> None:
-        """Note that `peer` has contributed a microbatch that was granted to it at `given_s`."""
+        """Record that `peer` has contributed a microbatch that was granted to `peer` at `given_s`."""
         takes_s = now_s - max(given_s, self._made_s.get(peer, given_s))
         before_s = self._takes_s.get(peer, takes_s)
         self._takes_s[peer] = before_s + _GAIN * (takes_s - before_s)
@@ -113,24 +113,25 @@ class Turns:
 
 
 def in_turn(receivers: Sequence[T], sender: int, num_senders: int) -> Sequence[T]:
-    """Return the receivers, rotated so that each of the senders begins with another one. Args: sender: index of the
+    """Return the receivers, rotated so that each sender begins with a different receiver. Args: sender: index of the
     sender, below `num_senders`.
 
-    A sender knows only what it has sent itself. If all began with the first receiver, senders with seven microbatches
-    of a step would all choose the same seven of eleven receivers, and the step would wait for the longest queue."""
+    A sender knows only its own microbatches. If all senders began with the first receiver, senders with seven
+    microbatches each would all choose the same seven of eleven receivers, and the step would wait for long queues."""
     first = sender * len(receivers) // num_senders
     return (*receivers[first:], *receivers[:first])
 
 
 @dataclass(kw_only=True, slots=True)
 class Router:
-    """Chooses a ready replica for each microbatch, by the plan's shares and by how many microbatches each owes us.
+    """Chooses a ready replica for each microbatch, by the plan's shares and the number of microbatches that each
+    replica owes us.
 
     The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas that are `ALIKE`,
-    the one furthest behind its share. With equal speeds that is the plan's split exactly. A replica that slows down has
-    more outstanding and gets less at once, long before a new plan. A laggard gets almost nothing (`PeerPace`), since
-    the whole step waits for it; a replica without work for long is tried. Ties go by the order of `shares`, which
-    differs between senders (`in_turn`)."""
+    the one furthest behind its share. At equal speeds this gives exactly the plan's split. A replica that slows down
+    has more microbatches outstanding and gets fewer at once, long before a new plan. A far slower replica gets almost
+    nothing (`PeerPace`), since the whole step waits for it; a replica long without work is tried. The order of
+    `shares`, which differs between senders (`in_turn`), decides ties."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
@@ -140,7 +141,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Follow a new plan's shares, and count what each replica is given from now on; keep what is outstanding."""
+        """Follow a new plan's shares. Count microbatches given to replicas anew; keep the outstanding ones."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]
@@ -153,8 +154,8 @@ class Router:
         return peer in self._ready
 
     def pick(self, *, now_s: float, avoid: PeerID | None = None, shunned: Collection[PeerID] = ()) -> PeerID | None:
-        """Choose the replica that gets the next microbatch, and count that microbatch as outstanding. `avoid` and
-        `shunned` are chosen only if no other is ready. None: no replica is ready."""
+        """Choose the replica that gets the next microbatch, and count that microbatch as outstanding. Peer `avoid` and
+        the peers `shunned` are chosen only if no other replica is ready. None: no replica is ready."""
         candidates = self._here
         if avoid is not None:
             candidates = [peer for peer in candidates if peer != avoid] or candidates
@@ -170,7 +171,7 @@ class Router:
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return the replicas that have had no work for so long that one of them must be next, whatever the shares."""
+        """Return the replicas that have had no work for so long that one must be next, whatever its share."""
         idle, laggards = [], []
         for peer in candidates:
             if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):
@@ -181,7 +182,8 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return the replica furthest behind its share among those with the fewest outstanding for their share."""
+        """Return, of the replicas with the least outstanding work for their share, the one furthest behind its
+        share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())
@@ -189,11 +191,11 @@ class Router:
         return min(given, key=lambda peer: (given[peer], owed[peer]))
 
     def took(self, peer: PeerID, seconds: float) -> None:
-        """Note that a microbatch came back from `peer` after `seconds`, time in queues excluded."""
+        """Record that a microbatch came back from `peer` after `seconds`, time in queues excluded."""
         self._pace.took(peer, seconds)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Note that a microbatch which `peer` has had for `after_s` goes to another replica."""
+        """Record that a microbatch which `peer` has had for `after_s` goes to another replica."""
         self._pace.gave_up(peer, after_s)
         self.returned(peer)
 

@@ -5,17 +5,17 @@ Theory of operation. A microbatch (t, i) at a replica of version v is in one of 
     waiting   forward not begun: its step is not yet admitted (t - v > s_max), or the device is busy
     away      forward done, activation sent on, gradient not back
     returned  gradient is back, backward not begun
-    (gone)    backward done, contributed to its step, gradient sent upstream
+    (gone)    backward done, contributed to its step, gradient sent to the stage before
 
 The device runs one job at a time. Backward goes before forward (it frees memory here and unblocks the stage before),
 but after each backward a waiting forward has its turn (1F1B). Gradients come in bursts: a stage that ran a whole burst
 of backwards first would send its next activations late, and the stages after it would idle. A commit's optimizer step
-goes before both (everything after it is one step less stale), lower steps before higher.
-The last stage has no `away`: forward, loss and backward are one job.
+goes before forwards and backwards (each job after it is one step less stale). Lower steps go before higher ones. The
+last stage has no `away`: forward, loss and backward are one job.
 
 A job that waits for other peers (for experts that are elsewhere) is parked, and the device runs other jobs. Otherwise
-two peers could wait for each other for ever. So could a forward that waits for a holder's next version, if the
-backwards that make this version stand behind that forward.
+two peers could wait for each other for ever, or a forward could wait for ever for a holder's next version, made by
+backwards queued behind that forward.
 
 A pause gives back every microbatch that is not contributed: first those without a forward, a little later the rest.
 Microbatches that still arrive go back at once. Commits go on: the group waits for our part.
@@ -24,7 +24,7 @@ At stage 0 a forward also needs room in the window and, if its step is later tha
 
 A microbatch is accepted only from a replica of the stage before, by recent plans, and its gradient only from the
 replica to which we sent the microbatch. The driver asks the core before it keeps a tensor (`takes_from`, `awaits`), so
-that it keeps none of a sender that the core ignores.
+it keeps no tensor of a sender that the core ignores.
 """
 
 import math
@@ -138,7 +138,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Stage 0: number of microbatches that could begin if we had them; negative after the window has shrunk."""
+        """Stage 0: number of further microbatches that may begin now; negative after the window has shrunk."""
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
@@ -292,7 +292,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Return the microbatch to its state before the job. The driver has paused us, so it is then handed back."""
+        """Return the microbatch to its state before the job. The driver has paused us, so it is handed back next."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -362,8 +362,9 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Send the microbatches that `peer` had elsewhere, and drop those that its incarnations before `successor` sent
-        us. The successor's activations may arrive before this event; they stay, since it sends each only once."""
+        """Send the microbatches that `peer` had to other replicas, and drop those that its incarnations before
+        `successor` sent us. The successor's activations may arrive before this event; they stay, since each is sent
+        only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
@@ -433,7 +434,7 @@ class Schedule:
         return [self._running]
 
     def _begin(self, microbatch: Microbatch, now_s: float) -> JobKind:
-        """Begin the forward of `microbatch`. Returns: the kind of job that runs its forward at this stage."""
+        """Begin the forward of `microbatch`. Return the kind of job that runs a forward at this stage."""
         self._waiting.remove(microbatch)
         flight = self._flights[microbatch]
         flight.staleness_steps = max(0, microbatch.step - self.version)

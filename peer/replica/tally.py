@@ -1,8 +1,8 @@
 """Track which microbatches each member has contributed to a step, and choose which of them enter the reduction. Pure.
 
 A retried microbatch may end up in the sums of two members, if its first run was not lost. So its gradient is held out
-of the sum until the commit, and the leader that opens the round says which members leave it out. So a repair costs
-time, but changes no result. Only a microbatch that ran twice without anyone knowing counts twice.
+of the sum until the commit, and the leader that opens the round says which members leave the gradient out. A repair
+therefore costs time, but changes no result. Only a microbatch that ran twice without anyone knowing counts twice.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(slots=True)
 class Tally:
-    """One member's contribution to one step, as far as we have heard."""
+    """One member's contribution to one step, as far as it has been reported to us."""
 
     indices: Indices = 0
     loss_sum: float = 0.0
@@ -26,7 +26,7 @@ class Tally:
 
     @property
     def firm(self) -> Indices:
-        """Indices that cannot be removed from the sum any more."""
+        """Indices of the microbatches that can no longer be left out of the member's sum."""
         return self.indices & ~self._optional
 
     def may_bring(self, indices: Indices) -> bool:
@@ -50,12 +50,13 @@ def round_of(
     form: WireFormat,
     learners: Collection[PeerID] = (),
 ) -> RoundStart:
-    """Open a round. Each member brings its firm contributions; the first member by rank brings one that is held out.
+    """Open a round. Each member brings its firm contributions; one that is only held out comes from the first member by
+    rank that has it.
 
     Args:
         ranked: the round's members.
-        bandwidths: a member that is missing here (no plan names it any more) counts as the slowest.
-        microbatches: number per step.
+        bandwidths: a member missing from this dict (no plan names it any more) counts as the slowest.
+        microbatches: number of microbatches per step.
         learners: the members that have weights alone.
     """
     present = [(peer, tallies[peer]) for peer in ranked if peer in tallies]
@@ -128,7 +129,7 @@ class Tallies:
 
     @property
     def steps(self) -> set[int]:
-        """Steps about which we have something to report."""
+        """Steps on which we have something to report."""
         return {*self._by_step, *self._claimed}
 
     def claim(self, step: int, index: int) -> None:
@@ -148,7 +149,7 @@ class Tallies:
         return True
 
     def take(self, source: PeerID, message: Progress) -> bool:
-        """Record a member's report on a step. Return True if its contribution has grown."""
+        """Record a member's report on a step. Return True if the member's contribution has grown."""
         tally, indices = self.tally(message.step, source), indices_from(message.indices, count=self.microbatches)
         before, now = tally.indices.bit_count(), indices.bit_count()
         if now >= before:  # Reports may overtake each other; a contribution only grows.

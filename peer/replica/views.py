@@ -17,7 +17,7 @@ from shoal.protocol.wire_format import WireFormat
 class GroupView(MembershipView):
     """One member's view of its group: members, contributions, rounds and digests. `GroupCore` changes it.
 
-    Args: microbatches: M, per step; sums: number formats in which the group's rounds may send gradients.
+    Args: microbatches: M, number per step; sums: number formats in which the group's rounds may send gradients.
     """
 
     stage: int
@@ -55,7 +55,7 @@ class GroupView(MembershipView):
         return shares.get(peer, 0.0) / sum(shares.values()) if shares else 0.0
 
     def has_place(self, peer: PeerID) -> bool:
-        """True for ourselves, the members by the plan, and draining peers."""
+        """True if the peer is this peer itself, a member by the plan, or draining."""
         return peer == self.me or self.is_near(peer)
 
     def lacks(self, step: int, index: int) -> bool:
@@ -84,7 +84,7 @@ class GroupView(MembershipView):
         return 2 * self._agreement.num_past(version, self.full_members) > len(self.full_members)
 
     def waits_for(self) -> str:
-        """Describe why the group does not leave our version, for the log."""
+        """Describe for the log why the group stays at our version."""
         missing = [index for index in range(self.microbatches) if self.lacks(self.version, index)]
         return standstill(self, self._rounds.open.get(self.version), missing)
 

@@ -1,8 +1,8 @@
 """The list of granted microbatches, from which the leader of stage 0 grants the next ones. Pure.
 
-A stage-0 replica claims microbatches when its window has room, and the leader grants the next ones. So a fast replica
-computes more without a precomputed split, no microbatch (t, i) is computed twice, and a plan change needs no agreement
-on a step at which it takes effect. Every replica reports to its group which microbatches were granted to it
+A stage-0 replica claims microbatches when its window has room, and the leader grants the next ones. A fast replica thus
+computes more without a precomputed split, no microbatch (t, i) is computed twice, and members need not agree on a step
+at which a new plan takes effect. Every replica reports to its group which microbatches were granted to it
 (`Progress.claimed`), so that the next leader knows them.
 """
 
@@ -19,8 +19,8 @@ class WorkQueue:
 
     Args:
         steps: number of the run's steps; step `steps` itself has only validation.
-        microbatches: M, per step.
-        s_max: steps up to this many ahead of the version may be granted.
+        microbatches: M, number per step.
+        s_max: how many steps ahead of the version may be granted at most.
         synchronous_steps: number of first steps that are never granted ahead.
         validation_interval: steps between validations; 0: never.
     """
@@ -41,7 +41,7 @@ class WorkQueue:
     _validated_version: int = -1
 
     def reach(self, version: int) -> None:
-        """Note that this replica has reached `version`. Validation at it may now be granted."""
+        """Record that this replica has reached `version`. Its validation may now be granted."""
         self.version = max(self.version, version)
         self._taken = {step: taken for step, taken in self._taken.items() if step >= self.version}
         due = self.validation_interval > 0 and (version % self.validation_interval == 0 or version == self.steps)
@@ -53,13 +53,13 @@ class WorkQueue:
 
     def validate_again(self, known: Collection[int]) -> None:
         """Grant the validation of the run's last version again: a member with a part of that work may have died, and no
-        later version will be validated. Args: known: numbers of the validation microbatches with known losses."""
+        later version will be validated. Args: known: numbers of the validation microbatches whose losses are known."""
         if self.validation_interval > 0 and self.version == self.steps:
             lost = (j for j in range(self.validation_microbatches) if j not in known)
             self._validation = [Microbatch(self.steps, -1 - j) for j in lost]
 
     def take(self, step: int, indices: Indices) -> None:
-        """Note that these microbatches are granted already."""
+        """Record that these microbatches are granted already."""
         if step >= self.version:
             self._taken[step] = self._taken.get(step, 0) | indices
 
@@ -81,8 +81,8 @@ class WorkQueue:
     def grant(
         self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
     ) -> list[Microbatch]:
-        """Grant up to `count` microbatches. Args: due: step -> the most of that step to grant; due_to_validate: the
-        most validation microbatches to grant; None: no limit."""
+        """Grant up to `count` microbatches. Args: due: step -> the most microbatches of that step to grant;
+        due_to_validate: the most validation microbatches to grant; None: no limit."""
         validating = count if due_to_validate is None else min(count, due_to_validate)
         granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():

@@ -6,7 +6,7 @@
     strategy.committed(before, after, settings)                     # after every step
 
 `layer` is a `LayerState` at version v, `settings` the optimizer's arguments there (`state.hyperparameters`). This
-package knows nothing of stages, microbatches or the run. Its README compares the strategies.
+package knows nothing of stages, microbatches or the run. The README compares the strategies.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""PipeOptim's prediction, scaled by how far the layer really moves in that direction."""
+"""PipeOptim's prediction, scaled by how far the layer really moves in the predicted direction."""
 
 from dataclasses import dataclass
 
@@ -34,7 +34,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Trace:
-    """A measurement in progress: a predicted movement, compared with the actual movement."""
+    """A measurement in progress: a predicted movement, to be compared with the actual movement."""
 
     way_N: Tensor
     staleness_steps: int
@@ -46,8 +46,8 @@ class _Trace:
 class Calibrated(PipeOptim):
     """ŵ = w + k_s (p_s - w): p_s is PipeOptim's prediction over s steps, k_s the gain that fitted the latest steps.
 
-    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured over s steps, in turn for each s that is used; 1 before
-    the first measurement. Steps that reverse each other give a small gain; a steady gradient gives 1.
+    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured over s steps, for one s after another; 1 before the first
+    measurement. Steps that reverse each other give a small gain; a steady gradient gives 1.
 
     For s = 1 a measurement keeps no tensor; for s > 1 it keeps the predicted movement [N] until s steps are committed.
     It sums the products of each actual step with this movement, so w_v itself is not kept.
@@ -59,7 +59,7 @@ class Calibrated(PipeOptim):
         self._trace: _Trace | None = None
 
     def gain(self, staleness_steps: int) -> float:
-        """k_s, in [0, GAIN_MAX]."""
+        """Return the gain k_s, in [0, GAIN_MAX], for s = `staleness_steps`."""
         return self._gains.get(staleness_steps, _Gain()).value
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
@@ -86,7 +86,7 @@ class Calibrated(PipeOptim):
             self._gains[trace.staleness_steps] = gain
 
     def _begin(self, layer: LayerState, settings: Settings) -> _Trace | None:
-        """Begin to measure the staleness that was measured longest ago; None: no prediction was ever used."""
+        """Begin to measure the gain that was measured longest ago; None: no prediction was ever used."""
         if not self._gains:
             return None
         staleness_steps = next(iter(self._gains))

@@ -1,9 +1,9 @@
 """The interface of all strategies against stale weights.
 
 A microbatch of step t needs the weights w_t. If the layer is at version v < t, the microbatch is s = t - v steps stale.
-A strategy decides with which other weights ŵ the microbatch computes, whether its backward uses the same weights as its
-forward, and how its gradient is corrected once w_t is known, before the reduction. What a strategy learns from past
-steps, and so ŵ, may differ between the members of a group.
+A strategy decides which other weights ŵ the microbatch uses, whether its backward uses the same weights as its forward,
+and how its gradient is corrected before the reduction, once w_t is known. What a strategy learns from past steps, and
+so ŵ, may differ between the members of a group.
 
 N parameters of one layer
 """
@@ -52,7 +52,7 @@ class Compensation(ABC):
     def weights(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen = ()) -> Tensor:
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
-        At staleness 0 (or less, when a microbatch runs again) every strategy returns `layer.param_N` itself.
+        At staleness 0 (or less, if a microbatch runs again) every strategy returns `layer.param_N` itself.
         Args: seen: our gradients of the open steps; needed only if `sees`.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
@@ -61,7 +61,7 @@ class Compensation(ABC):
         """Estimate what the gradient would have been at w_t: float32 [N].
 
         Args:
-            gradient_N: float32 [N], mean over this member's microbatches of the step; not changed.
+            gradient_N: float32 [N], mean over this member's microbatches of the step; left unchanged.
             displacement_N: float32 [N], w_t - ŵ, mean over the same microbatches (0 for microbatches with s = 0).
             layer, settings: the layer's state and the optimizer's arguments at version t.
         """
@@ -70,12 +70,12 @@ class Compensation(ABC):
     def committed(  # noqa: B027 - most have nothing to learn
         self, before: LayerState, after: LayerState, settings: Settings
     ) -> None:
-        """Learn from a committed step of the layer. Not called if the layer did not change. Args: settings: the
-        optimizer's arguments at the version of `before`."""
+        """Learn from a committed step that changed the layer. Args: settings: the optimizer's arguments at the version
+        of `before`."""
 
     @abstractmethod
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
-        """Return ŵ for `staleness_steps` > 0; see `weights`. It must not change `layer`."""
+        """Return ŵ for `staleness_steps` > 0; see `weights`. This must not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
         """Return the optimizer's own prediction of its next steps: float32 [N]; `layer.param_N` itself at version 0."""

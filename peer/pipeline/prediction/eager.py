@@ -1,4 +1,4 @@
-"""Predicts weights by making the optimizer's next steps with this peer's part of their gradients."""
+"""Predicts weights by running the optimizer's next steps with this peer's part of each step's gradients."""
 
 from typing import ClassVar, Final
 
@@ -22,7 +22,7 @@ class Eager(Compensation):
     kept, so that deviations do not grow from step to step. EAGER.md explains both.
 
     Source: ours. DiLoCo's eager updates (Kale et al., 2025, arXiv 2502.12996) also replace a pending sum by a worker's
-    own part. They do so in the step itself; we do so only in the weights for the next microbatches.
+    own part. DiLoCo uses that part in the step itself; we use it only in the weights for the next microbatches.
     """
 
     sees: ClassVar[bool] = True

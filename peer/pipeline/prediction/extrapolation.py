@@ -11,8 +11,8 @@ class PipeOptim(Compensation):
     """ŵ = w - lr s Δw, where Δw is the direction of the run's own optimizer: m (SGD), m^ / (sqrt(v^) + eps) (Adam).
 
     Source: PipeOptim (2023, arXiv 2312.00839); `shoal.kernels.optimizer` has the formulas, with weight decay and bias
-    correction. Our backward uses the ŵ of the forward; the paper's uses the weights that are current then, and ours
-    does so with `keep = "recompute"`.
+    correction. Our backward uses the ŵ of the forward, or with `keep = "recompute"` the weights that are current at the
+    backward. The paper's backward uses the latter.
     """
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
@@ -20,8 +20,7 @@ class PipeOptim(Compensation):
 
 
 class SpecTrain(Compensation):
-    """ŵ = w - lr s m: along the momentum m, over the s steps that are missing. The backward predicts again, with the s
-    of its own time.
+    """ŵ = w - lr s m: along the momentum m, over the s steps that are missing. The backward predicts anew with its s.
 
     Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4, made for SGD with momentum. Adam's first
     moment is a mean of gradients, so lr s m is far shorter than Adam's movement.

@@ -13,7 +13,7 @@ STRENGTH = 0.04
 
 class Stale(Compensation):
     """ŵ = w_v. If the backward uses the forward's weights, this is PipeDream's weight stashing (`stash`); if it uses
-    the weights that are current at its time, there is no compensation (`none`).
+    the weights that are current at the backward, there is no compensation (`none`).
 
     Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 this is the
     setup of arXiv 2505.01099: NAdam's weights already are the look-ahead point.
