@@ -50,8 +50,7 @@ class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
 
 class Attested(_Proven, frozen=True):
-    """One member's signed claim that its group's layers have these digests at a version that the member has
-    committed."""
+    """One member's signed claim that its group's layers have these digests at a committed version."""
 
     signature: bytes
 

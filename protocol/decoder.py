@@ -1,8 +1,7 @@
 """The options in which a model's decoder may differ from Llama's, and the model families. Pure.
 
 With all options at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: it lists the
-values that each option may have. A combination that fits no family is refused, since no other software could load such
-a model.
+values that each option may have. A combination that fits no family is refused, since other software could not load it.
 """
 
 import math

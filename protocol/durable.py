@@ -23,8 +23,7 @@ def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Return this process's first sequence number, above all that this peer has ever sent. Reserve a range in file
-    `path`.
+    """Return this process's first sequence number, above all that this peer ever sent. Reserve a range in `path`.
 
     Other peers refuse sequence numbers too far below this peer's highest. After a restart with the clock set back, the
     wall clock alone would give too low a number.

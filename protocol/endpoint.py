@@ -156,8 +156,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call `peer`, without our certificate if `peer` has answered before. If `peer` asks for it, call again with
-        it."""
+        """Call `peer`, without our certificate if it has answered before; if it asks for one, repeat the call."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)
@@ -224,8 +223,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: a stranger sent bytes that are no call of this run; the stranger gets no
-        answer."""
+        """Answer a call. Raises: RemoteError: bytes of a stranger are no call of this run: do not answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -255,8 +253,7 @@ class Endpoint:
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _is_allowed(self, source: PeerID, kind: type) -> bool:
-        """True if `source` may send us a message of `kind`. If no known plan permits it, wait `PLAN_WAIT_S` for a plan
-        that does."""
+        """True if `source` may send us a message of `kind`. If no plan permits it, wait `PLAN_WAIT_S` for the next."""
         verdict = self.gate.verdict(source, kind)
         if verdict is not Verdict.WAIT or not self._may_wait(source):
             return verdict is Verdict.ALLOWED

@@ -89,8 +89,7 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, what: str) -> T:
-    """Decode data of `source`. Raises: RemoteError: `data` is invalid; the error says `what`, such as "an unreadable
-    plan"."""
+    """Decode data of `source`. Raises: RemoteError: `data` is invalid; `what` ("an unreadable plan") names it."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -82,8 +82,7 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Return the keys that these valid orders exclude, and those that they readmit. The owner's newest order overrides
-    all other orders."""
+    """Return the excluded and readmitted keys of valid orders; the owner's newest order overrides all other orders."""
     is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
     for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):
@@ -97,8 +96,7 @@ def in_force(orders: Iterable[Exclusion]) -> Excluded:
 
 
 def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
-    """Decode an exclusion order that `source` sent, without checking signatures. Raises: RemoteError: it is
-    malformed."""
+    """Decode an exclusion order of `source`; do not check signatures. Raises: RemoteError: it is malformed."""
     try:
         if len(data) > EXCLUSION_BYTES_MAX:
             raise ValueError(f"it has {len(data)} bytes")
@@ -121,8 +119,7 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
 
 
 def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], verify: VerifySignature) -> bool:
-    """True if the owner signed the order, or a majority of the electors of the plan that the order names (one of
-    `plans`)."""
+    """True if the owner, or a majority of the electors of the plan (in `plans`) that the order names, signed it."""
     if order.signature:
         return verify(owner, order.signature, order.body)
     base = next((plan for plan in plans if plan.digest == order.base), None)
