@@ -223,7 +223,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: bytes of a stranger are no call of this run: do not answer."""
+        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; do not answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
