@@ -214,8 +214,8 @@ class Plan(
         return peer in self._everybody
 
     def dropped_since(self, before: "Plan") -> list[PeerID]:
-        """Return the members of the older plan `before` that this plan, or a plan in between, removed, even if they are
-        back.
+        """Return the members of the older plan `before` that it or a later plan up to this one removed, even if
+        readmitted.
 
         A spare without experts counts as removed, since no field of a plan shows if that spare was away.
         """
@@ -241,8 +241,7 @@ class Plan(
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """Return the sequence of the plan since which `peer` is in its stage; this plan's sequence if it is in no
-        stage."""
+        """Return the sequence of the plan since which `peer` is in its stage; without a stage, this plan's sequence."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
@@ -270,8 +269,7 @@ class Plan(
         return self.experts[group - stages].members if group < stages + len(self.experts) else ()
 
     def sums_of(self, group: int) -> WireFormat | None:
-        """Return the wire format in which this group, like its stage, reduces gradients; None: the plan names no
-        formats."""
+        """Return the wire format of the reductions in a group's stage; None: the plan names no formats."""
         stages = len(self.stages)
         if self.formats is None or group >= stages + len(self.experts):
             return None
@@ -282,8 +280,8 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; this plan's sequence if it is not in the
-        group."""
+        """Return the sequence of the plan since which `peer` is in the group; for a non-member, this plan's
+        sequence."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
@@ -303,8 +301,8 @@ class Plan(
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans higher than all that it has
-        obeyed."""
+        """(override_epoch, term, sequence), a fencing token: a peer obeys a plan only if it is higher than all earlier
+        ones."""
         return (self.override_epoch, self.term, self.sequence)
 
 
@@ -345,7 +343,7 @@ class SignedPlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def link(self) -> bytes:
-        """The plan's envelope with its votes (a link): the bytes in which a live plan travels and is stored."""
+        """The plan's envelope with its votes, if any: the bytes (a link) in which a live plan travels and is stored."""
         return _ENCODER.encode((self.envelope, self.proof))
 
 
@@ -353,13 +351,13 @@ _LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
-    """Split a link into (the plan's envelope, its votes), both unchecked. Raises: RemoteError: the link is
+    """Split a link into (plan's envelope, votes or None), both unchecked. Raises: RemoteError: the link is
     unreadable."""
     return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
 def vote_body(ballot: int, digest: str) -> bytes:
-    """Return the bytes that an elector signs to vote for a plan."""
+    """Return the bytes that an elector signs, as a `vote` statement, to vote for a plan."""
     return _ENCODER.encode((ballot, digest))
 
 
@@ -412,8 +410,8 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` sent. Raises: RemoteError: the mandate is unreadable or not signed by this run's
-    owner."""
+    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable, or this run's owner did not sign
+    it."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")

@@ -27,8 +27,7 @@ async def inline(work: Callable[[], object]) -> object:
 
 class Priority(IntEnum):
     """Order in which a peer sends its frames to all receivers. A gradient frees memory at the preceding stage, a
-    reduction ends a step, and a newcomer cannot begin without state; copies and probes can wait. Calls go before all
-    frames."""
+    reduction ends a step, a newcomer needs state to begin; copies and probes can wait. Calls go before all frames."""
 
     GRADIENT = 0
     ACTIVATION = 1
@@ -113,7 +112,7 @@ class Compute(Protocol):
     """Runs jobs on one device, one at a time, in the order of the calls."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work` on the device. A simulated device takes the time for `flop` operations. Raises: the errors of
+        """Run `work` on the device; a simulated device takes the time for `flop` operations. Raises: errors of
         `work`."""
         ...
 
@@ -150,7 +149,7 @@ class Disk(Protocol):
     """
 
     def where(self, path: PurePosixPath) -> str:
-        """Return the full name of `path` for messages to people. Never raises."""
+        """Return the text by which messages to people name `path`. Never raises."""
         ...
 
     def read(self, path: PurePosixPath) -> bytes: ...
@@ -158,7 +157,7 @@ class Disk(Protocol):
     def write(self, path: PurePosixPath, data: Payload) -> None:
         """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash during the write leaves any mixture of old and new content; to avoid that, write a new file and
+        A crash during the write leaves any mixture of old and new content: to avoid that, write a new file and
             `replace`.
         """
         ...
@@ -174,7 +173,8 @@ class Disk(Protocol):
     def remove_tree(self, path: PurePosixPath) -> None:
         """Remove a file, or a folder with its content, but not the root; no error if nothing is there.
 
-        The removal is neither durable nor atomic. Rename a folder that must not be seen half removed, and sync, before.
+        The removal is neither durable nor atomic. If nobody may see the folder half removed, rename it before, and
+        sync.
         """
         ...
 

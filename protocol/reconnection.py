@@ -174,8 +174,7 @@ class Reconnection:
         """Return the connections to drop and the peers to dial now.
 
         Args:
-            connections: peer -> connection name -> the kernel's figures; None: the kernel shows none for this
-                connection.
+            connections: peer -> connection name -> the kernel's figures; None: the kernel shows none.
             known: peers with a known address.
             gone: addresses that this machine no longer has.
             stood_still_s: seconds for which this process has just stood still.
