@@ -214,8 +214,7 @@ class Plan(
         return peer in self._everybody
 
     def dropped_since(self, before: "Plan") -> list[PeerID]:
-        """Return the members of the older plan `before` that it or a later plan up to this one removed, even if
-        readmitted.
+        """Return the members of the older plan `before` that a plan since then removed, even if they are back.
 
         A spare without experts counts as removed, since no field of a plan shows if that spare was away.
         """
@@ -280,8 +279,7 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; for a non-member, this plan's
-        sequence."""
+        """Return the sequence of the plan since which `peer` is in the group; if it is not, this plan's."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
@@ -301,8 +299,8 @@ class Plan(
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(override_epoch, term, sequence), a fencing token: a peer obeys a plan only if it is higher than all earlier
-        ones."""
+        """(override_epoch, term, sequence), a fencing token: a peer obeys a plan only if its height exceeds all
+        before."""
         return (self.override_epoch, self.term, self.sequence)
 
 
@@ -351,8 +349,7 @@ _LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
-    """Split a link into (plan's envelope, votes or None), both unchecked. Raises: RemoteError: the link is
-    unreadable."""
+    """Split a link into (plan's envelope, votes or None), both unchecked. Raises: RemoteError: it is unreadable."""
     return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
@@ -410,8 +407,7 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable, or this run's owner did not sign
-    it."""
+    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable or not signed by the owner."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")

@@ -157,8 +157,7 @@ class Disk(Protocol):
     def write(self, path: PurePosixPath, data: Payload) -> None:
         """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash during the write leaves any mixture of old and new content: to avoid that, write a new file and
-            `replace`.
+        A crash during the write leaves a mixture of old and new content. To avoid this, `replace` the file.
         """
         ...
 
@@ -173,8 +172,7 @@ class Disk(Protocol):
     def remove_tree(self, path: PurePosixPath) -> None:
         """Remove a file, or a folder with its content, but not the root; no error if nothing is there.
 
-        The removal is neither durable nor atomic. If nobody may see the folder half removed, rename it before, and
-        sync.
+        The removal is neither durable nor atomic. If nobody may see it half done, first rename and sync.
         """
         ...
 

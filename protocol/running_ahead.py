@@ -54,7 +54,7 @@ GAIN_STEP = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """What one stage-0 replica has measured."""
+    """Figures that one stage-0 replica has measured."""
 
     rate_per_s: float
     """Microbatches of this replica that return per second while the pipeline is full, > 0."""
@@ -70,8 +70,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return a lower bound of `seen`: the fraction of the open step's gradients that have returned when a stale
-        microbatch begins."""
+        """Return a lower bound of the fraction of the open step that has returned when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying

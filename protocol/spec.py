@@ -752,8 +752,7 @@ def encode_spec(spec: RunSpec) -> bytes:
 
 
 def _tables(spec: RunSpec) -> dict[str, Any]:
-    """Return the tables of a spec as dicts, without unused tables and without the fields in `_LATER` at their
-    defaults."""
+    """Return a spec's tables as dicts, without unused tables and without `_LATER` fields that have their defaults."""
     tables: dict[str, Any] = msgspec.to_builtins(spec)
     for table, fields in _LATER.items():
         for name in fields:
@@ -778,15 +777,13 @@ def decode_spec(data: bytes) -> RunSpec:
 
 
 def spec_complaint(error: Exception) -> str:
-    """Return one line about the error in a spec. For a field that no longer exists, the line also names its
-    replacement."""
+    """Return one line about the error in a spec. For a removed field it also names the replacement."""
     instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in str(error)]
     return "; ".join([complaint(error, RunSpec), *instead])
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """Return the run's id, 16 hex digits. All revisions of a spec have the same id; another spec or owner has another
-    id."""
+    """Return the run's id, 16 hex digits. A spec's revisions share one id; another spec or owner has another."""
     return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
 
 

@@ -1,7 +1,7 @@
 """Models how many more steps a run needs because of staleness. The pipeline and the coordinator share this model. Pure.
 
 A run with microbatches that are s steps stale on average needs 1 + price s^power times as many steps to a loss as a
-synchronous run. So layouts are compared not by tokens/s but by
+synchronous run. So the aim is not the most tokens/s, but the least
 
     seconds a step x (1 + price s^power)
 
@@ -83,13 +83,11 @@ def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
 
 
 def staleness_bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
-    """Return how many steps a microbatch of `step` may be stale: 0 in the first `synchronous_steps` steps, then
-    `s_max`."""
+    """Return how many steps a microbatch of `step` may be stale: 0 in the synchronous first steps, then `s_max`."""
     return s_max if step >= synchronous_steps else 0
 
 
 def price_of(compensation: str, *, optimizer: str) -> Price:
-    """Return the price of a compensation and an optimizer, named as in the run spec. AdamW and SGD get NAdam's
-    prices."""
+    """Return the price of a compensation and optimizer, named as in the spec. AdamW and SGD get NAdam's prices."""
     prices = _MUON if optimizer == "muon" else _NADAM
     return prices[_LIKE.get(compensation, compensation)]

@@ -140,7 +140,7 @@ def expert_elements(model: ModelSpec) -> int:
 
 
 def basis_elements(model: ModelSpec) -> int:
-    """Count the elements of a subspace model's two fixed matrices, by which layers write into the residual stream; else
+    """Count the elements of the two fixed matrices by which a subspace model writes into the residual stream; else
     0."""
     return 2 * model.dim * model.subspace
 
@@ -175,8 +175,7 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """Return (index of the decoder layer, unit). The unit is "trunk", an expert's number, or None for the whole
-    layer."""
+    """Return (index of the decoder layer, unit). The unit: "trunk", an expert's number, or None (all)."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)
     if index >= model.num_layers:

@@ -16,8 +16,7 @@ _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 
 
 def read_at_most(path: Path, bytes_max: int) -> bytes:
-    """Read a file. Raises: OSError. msgspec.DecodeError: the file has more than `bytes_max` bytes (/dev/zero never
-    ends)."""
+    """Read a file. Raises: OSError. msgspec.DecodeError: the file exceeds `bytes_max` bytes (/dev/zero never ends)."""
     with path.open("rb") as file:
         raw = file.read(bytes_max + 1)
     if len(raw) > bytes_max:
