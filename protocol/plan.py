@@ -299,8 +299,8 @@ class Plan(
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(override_epoch, term, sequence), a fencing token: a peer obeys a plan only if its height exceeds all
-        before."""
+        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans with a height above all
+        earlier."""
         return (self.override_epoch, self.term, self.sequence)
 
 

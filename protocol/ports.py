@@ -157,7 +157,8 @@ class Disk(Protocol):
     def write(self, path: PurePosixPath, data: Payload) -> None:
         """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash during the write leaves a mixture of old and new content. To avoid this, `replace` the file.
+        A crash during the write leaves any mixture of old and new content: to avoid this, `replace` the file by a new
+        one.
         """
         ...
 
@@ -172,7 +173,7 @@ class Disk(Protocol):
     def remove_tree(self, path: PurePosixPath) -> None:
         """Remove a file, or a folder with its content, but not the root; no error if nothing is there.
 
-        The removal is neither durable nor atomic. If nobody may see it half done, first rename and sync.
+        The removal is neither durable nor atomic. If nobody may see it half done, rename the folder first and sync.
         """
         ...
 

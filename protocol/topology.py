@@ -194,8 +194,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run from which the DT-FM paper computes a layout's cost; sizes are in 10^9 bytes, as in the paper's
-    code."""
+    """Figures of a run from which the DT-FM paper computes a layout's cost; sizes are in 10^9 bytes."""
 
     gradient_gigabytes_per_stage: float
     activation_gigabytes_per_replica: float
@@ -208,8 +207,8 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields that we read of a network file. Other fields (source, constants of the case) are for people;
-    `load_topology` lists them."""
+    """A network file's fields that we read. Other fields (such as its source) are for people; `load_topology` lists
+    them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -341,8 +340,7 @@ def _flaw(t: Topology) -> str | None:
 
 
 def check_everybody_is_reached(topology: Topology) -> None:
-    """Check that each device can reach another. Raises: LocalError. Only for described networks: a real peer may be cut
-    off."""
+    """Check that each device can reach another. Raises: LocalError. Only for files: a real peer may be cut off."""
     open_paths = topology.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
@@ -351,5 +349,5 @@ def check_everybody_is_reached(topology: Topology) -> None:
 
 
 def _shown(name: str) -> str:
-    """Return a file's name for something in a form that fits into one line: names may contain line breaks."""
+    """Return a name from a file in a form that fits into one line, since the name may contain line breaks."""
     return name if name.isprintable() else repr(name)

@@ -13,9 +13,8 @@ trip.
 
 An idle line shows nothing about its rate: a sample lowers the estimate only if at least a round trip's worth of bytes
 was queued all the time. Each connection also has a window, by the same rule with its own rate, so that a slow receiver
-takes little of the line's window. A connection's window is 1.5 times as wide as the rule says, so that the line's
-window limits connections that share the line: limited by their own windows, connections would keep their present
-shares.
+takes little of the line's window. A connection's window is 1.5 times as wide as the rule says, so that connections that
+share the line are limited by the line's window: under their own windows they would keep their present shares.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016: the windowed maximum of the
 delivery rate, the least round trip, application-limited samples. We neither limit the sending rate nor probe: TCP below
@@ -82,8 +81,7 @@ class _Rate:
     _is_busy: bool = False
 
     def look(self, delivered_bytes: int, *, is_busy: bool, now_s: float) -> None:
-        """Record `delivered_bytes` since the last call. Args: is_busy: the line has certainly been busy since that
-        call."""
+        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since that call."""
         if now_s > self._looked_s + _PAUSE_S:
             self._begin(now_s, is_busy)
         else:
@@ -109,7 +107,7 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return how many bytes of a connection's backlog count for the line at most: its window without the minimum
+        """Return how many queued bytes of a connection count for the line at most: its window without a minimum
         size."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
@@ -142,8 +140,7 @@ class _Path:
 
     @property
     def counted_bytes(self) -> float:
-        """The part of the backlog (queued bytes) that counts for the line's window. The rest waits for a slow
-        receiver."""
+        """The queued bytes that count for the line's window. All other queued bytes wait for a slow receiver."""
         return min(self.backlog_bytes, _PATH_GAIN * self.rate.queue_bytes(self.seen.round_trip_s))
 
     def wrote(self, nbytes: float) -> None:
@@ -165,8 +162,7 @@ class _Path:
 
 
 class UplinkWindow:
-    """The windows of one peer's uplink and of each connection over the uplink. The caller chooses the connections'
-    names."""
+    """The windows of one peer's uplink and of each connection over the uplink; the caller names the connections."""
 
     def __init__(self) -> None:
         self._paths: dict[str, _Path] = {}
@@ -192,8 +188,7 @@ class UplinkWindow:
         self._paths.pop(name, None)
 
     def look(self, connections: Mapping[str, UplinkConnection], *, now_s: float) -> None:
-        """Update the windows. Args: connections: name -> the kernel's figures, for all busy connections and for new
-        ones."""
+        """Update the windows. Args: connections: name -> the kernel's figures, of all busy and all new connections."""
         delivered = 0
         for name, connection in connections.items():
             path = self._paths.get(name)
@@ -221,14 +216,13 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice may be written to a connection now, whatever the slice's size; a slice that exceeds the
-        window delays the next."""
+        """True if a slice of any size may be written to a connection now; if it exceeds the window, the next slice
+        waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 
     def _round_trip_s(self) -> float:
-        """Return the connections' mean round trip, weighted by queued bytes; without queued bytes, the shortest round
-        trip."""
+        """Return the connections' mean round trip, weighted by queued bytes; without queued bytes, the shortest one."""
         paths = self._paths.values()
         counted = sum(path.counted_bytes for path in paths)
         if counted <= 0.0:
