@@ -1,5 +1,4 @@
-"""The messages with which a member (the opener) gets a stream to another member over a third, the carrier, in this
-order:
+"""Messages with which a member (the opener) gets a stream to another member over a third, the carrier, in order:
 
     opener -> carrier       Carry       target and purpose
     carrier -> other end    Carried     the opener and the purpose

@@ -50,8 +50,7 @@ class CarriedStreams:
         self._doorway = Doorway(of_one_max=CARRIED_ARRIVING_OF_ONE_MAX)
 
     async def ask(self, carrier: PeerID, peer: PeerID, purpose: Purpose) -> Streams:
-        """Get a stream to `peer` over `carrier`, and agree on keys with `peer`. Raises: NotCarried: no stream comes
-        about."""
+        """Get a stream to `peer` over `carrier`, and agree on keys with `peer`. Raises: NotCarried: that failed."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(carrier)

@@ -106,8 +106,7 @@ async def agree(
     *,
     opens: bool,
 ) -> Channel:
-    """Exchange keys and signatures with the other end. Raises: RemoteError: the peer is not there; the errors of
-    `read`."""
+    """Exchange keys and signatures with the other end. Raises: RemoteError; the errors of `read`."""
     if opens:
         write(handshake.key)
     other = await read(KEY_BYTES)
@@ -120,8 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer, whose finalizer would close the
-    stream."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer: freeing it would close the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

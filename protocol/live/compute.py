@@ -59,8 +59,7 @@ class ThreadCompute:
         return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run a job. Cancelling does not stop a job that has begun: its result is dropped, and the next job waits for
-        its end.
+        """Run a job. Cancelling does not stop a job that has begun: the next job waits, and the result is dropped.
 
         Raises: the errors of `work`. LocalError: the device is closed.
         """
