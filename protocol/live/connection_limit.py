@@ -60,8 +60,8 @@ _WIDER: Final = {4: 3, 8: 6}
 
 
 class ConnectionLimit:
-    """Limits the connections to one running daemon, from `open` to `close`. If the kernel cannot help, this class logs
-    that and does nothing."""
+    """Limits the connections to one running daemon, from `open` to `close`. If the kernel cannot help, it only logs
+    that."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]

@@ -62,7 +62,7 @@ def _wrapper() -> tuple[str, ...]:
 
     setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, but we need the daemon
     until we have left the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
-    notices our death after 1.6 s; in one of some two hundred cases it took more than ten.
+    notices our death after 1.6 s; in one of some two hundred cases it took over 10 s.
     """
     setsid, setpriv = shutil.which("setsid"), shutil.which("setpriv")
     words = [setsid] if setsid else []

@@ -1,5 +1,4 @@
-"""Checks that the network daemon's program on disk is the one in hivemind's wheel, since the daemon gets the peer's
-key.
+"""Checks that the network daemon's program is the one in hivemind's wheel, since the daemon gets the peer's key.
 
 `p2pd.sha256` beside this file has the known digests in the format of `sha256sum`, with the machine type in place of the
 file name. `pip` checks a wheel at installation; this check notices later changes of the file.

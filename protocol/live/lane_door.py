@@ -1,7 +1,7 @@
 """Opens lanes, the further TCP connections of a frame stream: accepts them on a port, and dials them.
 
-A lane belongs to an existing stream, so a caller that does not name a known stream is sent away before a key is
-computed. Connections that have not proved their identity are limited per address, in total, and to some seconds.
+A lane belongs to an existing stream, so a caller that does not name a known stream is refused before a key is computed.
+Connections that have not proved their identity are limited per address, in total, and to some seconds.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Prepares the addresses on which the daemon listens: refuses ports in use, and keeps a port that the system chose."""
+"""Prepares the daemon's listen addresses: refuses ports in use, and keeps a port that the system chose."""
 
 import ipaddress
 import re
@@ -53,7 +53,8 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
-    """Return addresses at which processes on this machine reach a peer that listens on `listen`; none for port 0."""
+    """Return addresses at which processes on this machine reach a peer that listens on `listen`; addresses with port 0
+    give none."""
     found = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
 

@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveQueues:
-    """The queues of all peers that have a stream to us or unhandled frames.
+    """One queue for each peer that has a stream to us or unhandled frames.
 
-    Other peers have no queue: sequence numbers and credit belong to a stream, and a stranger may use a new identity for
-    each stream.
+    A peer without both has no queue: sequence numbers and credit belong to a stream, and a stranger may use a new
+    identity for each stream.
     """
 
     def __init__(self) -> None:

@@ -5,9 +5,9 @@ clocks), closes and dials. Calls that would make the daemon dial an absent peer 
 dials last for five seconds, and after a failure libp2p does not dial that address again for five seconds, then six,
 nine, fourteen.
 
-A peer that was away dials the other peers and tells each that it is back. The other peer may still have an older
-connection to it, which looks alive and which its daemon would go on using. If that peer has several connections to the
-returning one and has not noticed any loss, it closes them all, and the returning peer dials once more.
+A peer that was away dials the other peers and tells each that it is back. Another peer's daemon may go on using an
+older connection to the returning peer that only looks alive. So if the other peer has several connections to the
+returning peer and has noticed no loss, it closes all of them, and the returning peer dials once more.
 """
 
 import asyncio
@@ -126,11 +126,12 @@ class Redialer:
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections: if this grew, an error may be due to that."""
+        """Return how often we have closed the peer's connections: if the number grew during a call, that may explain
+        the call's error."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
-        """Let a new daemon answer `again`, and keep it from dialling absent peers by itself."""
+        """Register the handler `again` at a new daemon, and keep the daemon from dialling absent peers by itself."""
         await p2p._client.add_unary_handler(self._again, self._answer)
         call = p2p._client.call_unary_handler
 
@@ -144,7 +145,7 @@ class Redialer:
     async def reach(self, peer: PeerID) -> None:
         """Wait some seconds for an absent peer to be connected again; return at once for other peers.
 
-        Raises: P2PDaemonError: the peer does not come back, with a text after which the caller does not dial again.
+        Raises: P2PDaemonError: the peer does not come back; the error's text tells the caller not to dial again.
         """
         try:
             # A caller that fetches state asks another peer after five seconds; heartbeats have shorter limits.
@@ -255,7 +256,8 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: it shows none."""
+        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: the kernel shows
+        none."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:
@@ -314,7 +316,7 @@ class Redialer:
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Answer a caller that had lost us: if we have an older connection to it, close all and say so."""
+        """Answer a caller that had lost us: if we have an older connection to the caller, close all and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]
