@@ -61,8 +61,7 @@ class LaneCount:
 
 
 class LaneSupply:
-    """Opens and closes one stream's lanes. Args: hosts: returns IP addresses at which `link`'s other end may be
-    reached."""
+    """Opens and closes one stream's lanes. Args: hosts: returns IP addresses that may reach the other end of `link`."""
 
     def __init__(self, link: Link, door: LaneDoor, hosts: Callable[[], Awaitable[Collection[str]]]) -> None:
         self._link, self._door, self._hosts = link, door, hosts
@@ -76,7 +75,7 @@ class LaneSupply:
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, and wait up to `patience_s` for these dials: a peer's first frames often measure the
+        """Dial the first lanes; wait for this up to `patience_s`, since a peer's first frames often measure the
         path."""
         self.used()
         if self._dialling is not None:

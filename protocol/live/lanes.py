@@ -52,8 +52,8 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Write `data`; return when the lanes have taken all of it: `data` may then change. Raises: EOFError: there is
-        no lane."""
+        """Write `data`; return when the lanes have taken all: `data` may then change. Raises: EOFError: there is no
+        lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):
@@ -69,8 +69,7 @@ class SendingLanes:
         self.close_all()
 
     def close_all(self) -> None:
-        """Close all lanes. The stream must also end if the receiver has not handled everything that the lanes
-        carried."""
+        """Close all lanes. If the receiver has not handled all that the lanes carried, the stream must end, too."""
         lanes, self.lanes = self.lanes, []
         for lane in lanes:
             self._on_change(lane, False)

@@ -1,5 +1,4 @@
-"""Removes the leftovers of a killed peer: a network daemon that is about to end, and socket files in the temporary
-folder.
+"""Removes a killed peer's leftovers: a network daemon that is about to end, and socket files in the temporary folder.
 
 While a daemon runs, its process id and the names of its socket files are stored in the state folder. The next process
 in this folder waits for that daemon and removes its files. If the folder is a copy of a running peer's, the daemon has
@@ -28,8 +27,7 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Store a daemon's process id and the names of its socket files for the next process. Ignore a full disk: the
-    daemon can still run."""
+    """Store a daemon's process id and the names of its socket files for the next process. Ignore a full disk."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )

@@ -54,8 +54,7 @@ class Link(asyncio.BufferedProtocol):
         on_lost: called from the loop, once, with the reason why the stream ended.
         throttle: rate limits of the traffic; None: there are none.
         via: the peer that carries the stream; None: the stream is direct.
-        on_lane: called with True for each new lane (TCP connection) of the stream, and with False for each that has
-            ended.
+        on_lane: called with True for each new lane (TCP connection) of the stream, with False for each closed one.
         on_lanes_asked: called at the receiving end with the number of lanes that the sender asks it to dial.
     Attributes:
         stream: the stream's name for its lanes.
@@ -266,8 +265,7 @@ class Link(asyncio.BufferedProtocol):
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 
     def hurry(self, priority: Priority) -> None:
-        """Raise the present frame's priority to `priority`, since a frame of that priority waits behind the present
-        one."""
+        """Raise the present frame's priority to `priority`, since such a frame waits behind the present one."""
         if self._line is not None and priority < self._priority:
             self._priority = priority
             self._line.hurry(self._next_hop, priority)

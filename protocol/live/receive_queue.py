@@ -1,4 +1,5 @@
-"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival, then credit returns.
+"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival, then their credit
+returns.
 
 A peer can send ahead at most its credit, which bounds its queue. A peer has one stream to us: a new stream replaces the
 old one, and unhandled frames of the old stream are dropped (the sender only knows that the stream broke).
@@ -22,7 +23,7 @@ logger = logging.getLogger(__name__)
 class ReceiveQueues:
     """One queue for each peer that has a stream to us or unhandled frames.
 
-    A peer without both has no queue: sequence numbers and credit belong to a stream, and a stranger may use a new
+    A peer with neither has no queue: sequence numbers and credit belong to a stream, and a stranger may use a new
     identity for each stream.
     """
 
@@ -49,7 +50,7 @@ class ReceiveQueues:
             queue.on_lost(link)
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
-        """End the streams of the peers for which `is_cut` returns True, and drop their unhandled frames."""
+        """End the streams of the peers for which `is_cut` returns True, and drop these peers' unhandled frames."""
         for peer, queue in tuple(self._queues.items()):
             if is_cut(peer):
                 queue.cut()
@@ -91,7 +92,7 @@ class ReceiveQueue:
             self._worker = asyncio.create_task(self._work(), name=f"frames from {self.peer[-8:]}")
 
     def on_lost(self, link: Link) -> None:
-        """Forget the stream that has ended. Its complete frames are still handled."""
+        """Forget the stream that has ended. Complete frames of that stream are still handled."""
         if link is self._link:
             self._link = None  # its incomplete frame is lost
             self._check_idle()

@@ -77,8 +77,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
 
 
 class NothingCached(DHTLocalStorage):  # type: ignore[misc]
-    """Caches nothing. Hole in hivemind: a record that a stranger stores as `in_cache` hides real records that expire
-    earlier."""
+    """Caches nothing. Hole: a record that a stranger stores as `in_cache` hides real records that expire earlier."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         return False

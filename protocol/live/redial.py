@@ -63,7 +63,7 @@ class Redialer:
     """Keeps one daemon connected to the peers that `want` names.
 
     Args:
-        addresses: returns the last known multiaddrs of a peer, with or without `/p2p/…`.
+        addresses: returns a peer's last known multiaddrs, with or without `/p2p/…`.
         known: returns all peers with known addresses.
         again: name of the handler to which a peer that was away reports that it is back.
     """
@@ -119,15 +119,16 @@ class Redialer:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """Record that the peer reached us over a carrier: it has no connection to us, whatever our daemon shows."""
+        """Record that the peer reached us over a carrier (a third peer): it has no connection to us, whatever our
+        daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections: if the number grew during a call, that may explain
-        the call's error."""
+        """Return how often we have closed the peer's connections: if that grew during a call, it may explain an
+        error."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
@@ -143,7 +144,7 @@ class Redialer:
         p2p._client.call_unary_handler = guarded
 
     async def reach(self, peer: PeerID) -> None:
-        """Wait some seconds for an absent peer to be connected again; return at once for other peers.
+        """Wait some seconds until an absent peer is connected again; return at once for other peers.
 
         Raises: P2PDaemonError: the peer does not come back; the error's text tells the caller not to dial again.
         """
@@ -163,7 +164,7 @@ class Redialer:
             raise P2PDaemonError("nothing comes back from it") from error
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial the peer. Return True if it is connected; waits while the daemon restarts."""
+        """Dial the peer; wait while the daemon restarts. Return True if the peer is connected."""
         if not self._addresses(peer):
             return False
         return await asyncio.shield(self._dial(peer)) is DialOutcome.REACHED
@@ -256,8 +257,7 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: the kernel shows
-        none."""
+        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: unknown."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:
@@ -267,7 +267,7 @@ class Redialer:
     # --- dialling ---
 
     def _dial(self, peer: PeerID) -> "asyncio.Task[DialOutcome]":
-        """Return the running dial of this peer if it uses the peer's present addresses; else start another dial."""
+        """Return the running dial of this peer, if it uses the peer's present addresses; else start a new dial."""
         where = tuple(self._addresses(peer))
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
@@ -381,7 +381,8 @@ def outcome_of(words: str) -> DialOutcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """True if this machine has a route to a multiaddr. Without one a dial fails at once and delays libp2p's next."""
+    """True if this machine has a route to a multiaddr. Without a route a dial fails at once and delays libp2p's next
+    dial."""
     match = _WHERE.match(place)
     if match is None:
         return True
@@ -401,7 +402,7 @@ def hivemind_id(peer: PeerID) -> HivemindPeerID:
 
 
 def _slept_s() -> float:
-    """Seconds for which the machine was suspended since it booted; only differences mean anything."""
+    """Return the seconds for which the machine was suspended since it booted; only differences are meaningful."""
     return time.clock_gettime(_BOOT_CLOCK) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 

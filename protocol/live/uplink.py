@@ -40,7 +40,7 @@ class Uplink:
         return self._window.bytes_per_s
 
     def follow(self, queues: TcpQueues) -> None:
-        """Watch these queues from now on. Called when the network daemon was started or restarted."""
+        """Watch these queues from now on. The caller does this after each start of the network daemon."""
         self.close()
         self._queues = queues
         self._window = UplinkWindow()
@@ -58,7 +58,8 @@ class Uplink:
         self.on_room()
 
     def opened(self, peer: PeerID, connections: Collection[str]) -> None:
-        """Record that a stream to `peer` is open over one of `connections`; if empty, it stays on this machine."""
+        """Record that a stream to `peer` is open over one of `connections`; if empty, the stream stays on this
+        machine."""
         if self._queues is None:
             return
         self._forget(peer)
