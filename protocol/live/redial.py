@@ -257,7 +257,8 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: unknown."""
+        """Return connection name -> kernel's id -> figures of the daemon's connections; empty: the kernel shows
+        none."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:

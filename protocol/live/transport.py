@@ -582,8 +582,8 @@ class LiveTransport:
                 await self._dial_everyone()
 
     async def _dial_everyone(self) -> bool:
-        """Dial all known peers. Return True half a second after the last new connection, while other dials continue in
-        the background; return False if no peer answers."""
+        """Dial all known peers. Return True soon after the first answers, while other dials go on; False if no peer
+        answers."""
         gate = asyncio.Semaphore(16)
 
         async def dial(peer: PeerID) -> bool:
