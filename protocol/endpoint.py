@@ -115,8 +115,7 @@ class Endpoint:
         """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages with this group number in their field `stage`; None: handle the messages of all
-                groups without a handler.
+            stage: handle only messages with this group number in their field `stage`; None: those of all other groups.
         """
         self._on_message[kind, stage] = handler
 

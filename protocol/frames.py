@@ -122,8 +122,7 @@ def encode_lanes(sequence: int, count: int) -> bytes:
 
 
 def decode_lanes(frame: Frame, source: PeerID) -> int:
-    """Return the number of lanes (TCP connections) that `source` requests. Raises: RemoteError: the frame is
-    invalid."""
+    """Return the number of lanes (TCP connections) that `source` requests. Raises: RemoteError: it is invalid."""
     if frame.type is not FrameType.LANES or len(frame.meta) != _LANES.size or frame.payload:
         raise RemoteError(source, "sent a malformed request for lanes")
     (count,) = _LANES.unpack(frame.meta)
@@ -312,8 +311,8 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add `frame`, and yield all frames that are now next in order. Raises: RemoteError: the frame's number was
-        used before."""
+        """Add `frame`, and yield all frames that are now next in order. Raises: RemoteError: its number is already
+        used."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

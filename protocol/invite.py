@@ -48,8 +48,7 @@ SEATS_MAX = (1 << 16) - 1
 
 
 class InviteKey(msgspec.Struct, frozen=True):
-    """The secret in an invite: the seed of the invite's key, and the owner's permission to certify members with that
-    key."""
+    """The secret in an invite: its key's seed, and the owner's permission to certify members with that key."""
 
     seed: bytes
     delegation: Delegation
@@ -90,8 +89,7 @@ class Invite(msgspec.Struct, frozen=True):
     """None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
-        """Return the certificate of `member`; empty if `member` needs none (the run is open, or `member` is the
-        owner)."""
+        """Return the certificate of `member`; empty if `member` is the owner or the run is open."""
         if self.key is None or member == self.owner:
             return b""
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
@@ -179,16 +177,14 @@ def is_global(address: str) -> bool:
 def is_open(addresses: Iterable[str]) -> bool:
     """True if a peer with these multiaddrs looks dialable from anywhere: some address is public, and none is private.
 
-    One public address is not enough: once four peers have seen a NAT's outer address, libp2p announces that address
-    beside the private one.
+    One public address is not enough: once four peers have seen a NAT's outer address, libp2p also announces that.
     """
     ranks = [(_rank(address), is_global(address)) for address in only_direct(addresses)]
     return any(is_outer for _, is_outer in ranks) and all(rank != _PRIVATE for rank, _ in ranks)
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Order addresses for an invite: public ones, then private ones. Loopback addresses stay only if there are no
-    others."""
+    """Order addresses for an invite: public ones, then private ones. Loopback addresses stay if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]

@@ -111,8 +111,7 @@ def renew(owner: Identity, delegation: Delegation, member: PeerID, *, run: str, 
 
 @lru_cache(maxsize=256)
 def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool:
-    """True if the owner signed the delegation. Cached: a run has few invites, and many members show the same
-    delegation."""
+    """True if the owner signed the delegation. Cached, since many members show the same delegation."""
     if len(delegation.key) != 32:
         return False
     return statement_holds(owner, delegation.signature, "invite", run=run, body=_delegated(delegation))
@@ -218,14 +217,12 @@ class Members:
         return _ended(shown) if shown is not None else ""
 
     def invite_of(self, peer: PeerID) -> bytes:
-        """Return the key of the invite with which `peer` entered; empty: `peer` is the owner or unknown, or the run is
-        open."""
+        """Return the key of the invite with which `peer` entered; empty: the run is open, or no invite is known."""
         shown = self._in_use(peer) if peer != self.owner and not self.is_open else None
         return shown.delegation.key if shown is not None else b""
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
-        """Return why a coordinator must not admit `newcomer` while `others` are members; empty: `newcomer` may be
-        admitted."""
+        """Return why a coordinator must not admit `newcomer` while `others` are members; empty: no reason."""
         shown = self._in_use(newcomer)
         if newcomer == self.owner or shown is None:
             return ""  # an open run: strangers are refused earlier
@@ -247,8 +244,7 @@ class Members:
         return renew(owner, shown.delegation, member, run=self.run, ends_s=ends_s) if shown is not None else b""
 
     def take_renewed(self, certificate: bytes, me: PeerID) -> None:
-        """Use `certificate` as our own from now on. Raises: RemoteError: it is for another member, or of another
-        invite."""
+        """Use `certificate` as our own from now on. Raises: RemoteError: it is another member's or invite's."""
         renewed = open_certificate(certificate, run=self.run, owner=self.owner, member=me)
         if renewed.delegation.key != self._own_invite:
             raise RemoteError(me, "showed a certificate of another invite")
@@ -283,8 +279,7 @@ class Members:
         return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
     def exclude(self, excluded: Excluded) -> None:
-        """Replace the excluded keys. Peers with these keys, and members of excluded invites, are strangers from now
-        on."""
+        """Replace the excluded keys: peers with these keys, and members of excluded invites, become strangers."""
         before, self.excluded = self.excluded, excluded
         if not before.keys >= excluded.keys:
             for callback in self.on_exclusion:

@@ -708,8 +708,8 @@ class Again(EraMessage, frozen=True):
 
 class Reject(EraMessage, frozen=True, tag="HandBack"):
     """The sender, a member of `stage`, rejects microbatches because it pauses or lags: (step, index, True if the
-    microbatch may have run). The peer that sent them tries another replica; microbatches of stage 0 go back to stage
-    0's leader."""
+    microbatch may have run). The peer that sent them tries another replica; those of stage 0 go back to that stage's
+    leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
@@ -765,8 +765,7 @@ class StateRequest(EraMessage, frozen=True):
 
 
 class StateOffer(EraMessage, frozen=True):
-    """Answers a StateRequest: the version that each request pins for another `pinned_s`, and a digest for each
-    layer."""
+    """Answers a StateRequest: the version that each request pins for another `pinned_s`, and a digest per layer."""
 
     version: int
     digests: tuple[tuple[str, str], ...]

@@ -299,8 +299,7 @@ class Plan(
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans with a height above all
-        earlier."""
+        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans higher than all earlier ones."""
         return (self.override_epoch, self.term, self.sequence)
 
 

@@ -157,16 +157,15 @@ class Disk(Protocol):
     def write(self, path: PurePosixPath, data: Payload) -> None:
         """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash during the write leaves any mixture of old and new content: to avoid this, `replace` the file by a new
-        one.
+        A crash during the write leaves any mixture of old and new content: to avoid this, use a new file and `replace`.
         """
         ...
 
     def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
         """Rename within one folder: atomic (after a crash the old name or the new one), durable after `sync_folder`.
 
-        A file may replace a file; a folder may replace only an empty folder. Raises: ValueError: the paths are in two
-        folders.
+        A file may replace a file; a folder may replace only an empty folder. Raises: ValueError: the two folders
+        differ.
         """
         ...
 

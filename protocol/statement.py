@@ -1,8 +1,7 @@
 """Signs statements that other peers may forward in any message. Pure.
 
 An envelope proves to its receiver which peer sent a message; a statement proves to any third party, at any later time,
-that a key has signed it. The signature covers topic and run, so that a statement is useless for any other purpose or
-run.
+that a key has signed it. The signature covers topic and run, so that a statement serves no other purpose or run.
 """
 
 from collections.abc import Callable

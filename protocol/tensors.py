@@ -140,8 +140,7 @@ def expert_elements(model: ModelSpec) -> int:
 
 
 def basis_elements(model: ModelSpec) -> int:
-    """Count the elements of the two fixed matrices by which a subspace model writes into the residual stream; else
-    0."""
+    """Count the elements of the two fixed matrices that write into the residual stream; 0: no subspace."""
     return 2 * model.dim * model.subspace
 
 

@@ -1,5 +1,4 @@
-"""The timer of a driver (a peer's asyncio program). The driver sets it again whenever its core, the code that decides,
-names another time."""
+"""The timer of a driver (a peer's asyncio program), set again whenever the deciding core names another time."""
 
 import asyncio
 import math

@@ -207,8 +207,7 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A network file's fields that we read. Other fields (such as its source) are for people; `load_topology` lists
-    them."""
+    """A network file's fields that we read. Others (such as its source) are for people; `load_topology` lists them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None

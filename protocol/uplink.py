@@ -17,8 +17,7 @@ takes little of the line's window. A connection's window is 1.5 times as wide as
 share the line are limited by the line's window: under their own windows they would keep their present shares.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016: the windowed maximum of the
-delivery rate, the least round trip, application-limited samples. We neither limit the sending rate nor probe: TCP below
-us does both.
+delivery rate, the least round trip, application-limited samples. We neither pace nor probe: TCP below us does both.
 """
 
 import math
@@ -107,8 +106,7 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return how many queued bytes of a connection count for the line at most: its window without a minimum
-        size."""
+        """Return how many queued bytes of a connection count for the line at most: its window without a minimum."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 
@@ -216,8 +214,7 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to a connection now; if it exceeds the window, the next slice
-        waits."""
+        """True if a slice of any size may be written to a connection now; beyond the window the next slice waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 

@@ -10,8 +10,7 @@ their identities to each other afterwards (`secure_channel.py`).
 
 The carrier also tells each end the address from which the other end is connected to the carrier. If that end is behind
 a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once that end
-has dialled us, since that dial opens the NAT for our address. Both ends dial repeatedly, so that whichever end dials
-second succeeds.
+has dialled us, since that dial opens the NAT for our address. Both ends dial repeatedly, so the second dial succeeds.
 """
 
 import asyncio

@@ -1,5 +1,4 @@
-"""Calls to peers that only a carrier (a third peer) reaches: one stream for each such peer has many calls at a time in
-both directions.
+"""Calls to peers that only a carrier (a third peer) reaches: one stream per peer, many calls at a time both ways.
 
     a message   kind 1 B | number 4 B | length 4 B | body
 

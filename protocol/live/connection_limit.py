@@ -60,8 +60,7 @@ _WIDER: Final = {4: 3, 8: 6}
 
 
 class ConnectionLimit:
-    """Limits the connections to one running daemon, from `open` to `close`. If the kernel cannot help, it only logs
-    that."""
+    """Limits connections to one running daemon, from `open` to `close`; only logs it if the kernel cannot help."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
@@ -211,8 +210,7 @@ def _shown(network: Network) -> str:
 
 
 def _second_listener(version: int, host: str, port: int) -> socket.socket:
-    """Open the second socket on the daemon's port, which never accepts. Raises: OSError: another user has the port, or
-    the kernel cannot help."""
+    """Open the socket that never accepts. Raises: OSError: another user has the port, or the kernel cannot help."""
     listener = socket.socket(socket.AF_INET if version == 4 else socket.AF_INET6, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)

@@ -57,8 +57,7 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """Return the command that starts the daemon. Each part replaces itself by the next (exec), so that the process id
-    is the daemon's.
+    """Return the command that starts the daemon. Each part execs the next, so the process id is the daemon's.
 
     setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, but we need the daemon
     until we have left the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
@@ -167,13 +166,11 @@ class Daemon:
 
     @property
     def local_addresses(self) -> tuple[str, ...]:
-        """Return multiaddrs, without `/p2p/…`, at which processes on this machine reach us; those in `visible` may not
-        work here."""
+        """Return multiaddrs, without `/p2p/…`, for processes on this machine; those in `visible` may not work here."""
         return from_this_machine(self.listening)
 
     async def p2p(self) -> Any:
-        """Return hivemind's P2P of the running daemon; wait while the daemon restarts. Raises: TransportError: it is
-        closed."""
+        """Return hivemind's P2P of the running daemon; wait during a restart. Raises: TransportError: it is closed."""
         await self._up.wait()
         if self._p2p is None:
             raise TransportError("the network daemon of this peer is closed")

@@ -49,8 +49,7 @@ class LiveDirectory:
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
-        """Join the directory through the peers to which `transport` is connected; without such peers, begin a new
-        directory.
+        """Join the directory through the peers to which `transport` is connected; without peers, begin a new one.
 
         Args:
             accept: key -> rule for the records that this node stores, forwards and reads; records of other keys are
@@ -71,8 +70,7 @@ class LiveDirectory:
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
         """Store a record; return True if a node accepted it.
 
-        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: the directory is
-            closed.
+        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: closed.
         """
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
@@ -187,8 +185,7 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock differs from those of all of three peers: our records then expire too early or too
-        late."""
+        """Log an error if our clock differs from three peers' clocks: our records then expire too early or too late."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)

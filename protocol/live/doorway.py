@@ -23,8 +23,7 @@ class Doorway:
 
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
-        """Count a stream of `source` (a peer or an address) while this context lasts. Args: end: closes the stream at
-        once."""
+        """Count a stream of `source` (a peer or an address) during this context. Args: end: closes it at once."""
         own = source, end
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one[0] == source]

@@ -19,8 +19,7 @@ _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
 class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The content of a HELLO, a stream's first frame. It names its receiver (`to`), so that no receiver can replay the
-    HELLO to a third peer."""
+    """The content of a HELLO, a stream's first frame. It names its receiver (`to`): no receiver can replay it."""
 
     version: int
     to: PeerID
@@ -39,8 +38,7 @@ _DECODER = msgspec.msgpack.Decoder(StreamHello)
 class Greeter:
     """Makes and checks HELLOs (a stream's first frames) for one peer.
 
-    The side that did not open the stream checks the opener's HELLO before it answers, so that a stranger learns neither
-    run nor addresses.
+    The side that did not open the stream checks the opener's HELLO first: so a stranger learns no run or addresses.
     """
 
     identity: Identity

@@ -77,8 +77,7 @@ def _keep_quiet() -> None:
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: decoding nested extension types recurses in C: 937 bytes end the process. Type 0x50 recurses through
-    `loads`."""
+    """Hole: nested extension types are decoded by recursion in C (type 0x50 by `loads`): 937 bytes end the process."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -129,8 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's own expiry: a reply that never expires ends the search, and no other node is
-    asked."""
+    """Hole: hivemind trusts a reply's own expiry: if it never expires, no other node is asked."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)

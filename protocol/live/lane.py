@@ -35,8 +35,7 @@ _UNKNOWN_BYTES_MAX: Final = 1024
 
 
 class Lane(asyncio.BufferedProtocol):
-    """One TCP connection of a stream: reads raw bytes while the ends agree on keys, and records after `start`. Args:
-    own: the connected socket."""
+    """One TCP connection: reads raw bytes during the key exchange, then records. Args: own: the connected socket."""
 
     def __init__(self, own: socket.socket, throttle: Throttle) -> None:
         self.is_lost = False

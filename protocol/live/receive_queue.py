@@ -1,5 +1,4 @@
-"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival, then their credit
-returns.
+"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival; then credit returns.
 
 A peer can send ahead at most its credit, which bounds its queue. A peer has one stream to us: a new stream replaces the
 old one, and unhandled frames of the old stream are dropped (the sender only knows that the stream broke).

@@ -119,16 +119,14 @@ class Redialer:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """Record that the peer reached us over a carrier (a third peer): it has no connection to us, whatever our
-        daemon shows."""
+        """Record that the peer reached us over a third peer: it has no connection to us, whatever our daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections: if that grew during a call, it may explain an
-        error."""
+        """Return how often we have closed the peer's connections; this explains the failure of a call meanwhile."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
@@ -257,8 +255,7 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return connection name -> kernel's id -> figures of the daemon's connections; empty: the kernel shows
-        none."""
+        """Return name -> kernel's id -> figures of the daemon's connections; empty: the kernel shows none."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:
@@ -382,8 +379,7 @@ def outcome_of(words: str) -> DialOutcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """True if this machine has a route to a multiaddr. Without a route a dial fails at once and delays libp2p's next
-    dial."""
+    """True if this machine has a route to a multiaddr. Without one a dial fails at once and delays the next dial."""
     match = _WHERE.match(place)
     if match is None:
         return True

@@ -106,8 +106,7 @@ class SendQueue:
         await left
 
     def on_frame(self, link: Link, frame: Frame) -> None:
-        """Take the credit that a frame of the receiver returns. Raises: RemoteError: the frame is no valid CREDIT
-        frame."""
+        """Take the credit that a receiver's frame returns. Raises: RemoteError: the frame is no valid CREDIT."""
         credit_bytes = decode_credit(frame, self._peer)
         link.window.give_back(credit_bytes, self._peer)
         if link is self._link:
@@ -175,8 +174,7 @@ class SendQueue:
             del waiting  # otherwise this payload would stay in memory until the next frame
 
     async def _next(self, link: Link) -> _Waiting | None:
-        """Wait for the next frame (by priority, then by arrival) and for its credit. None: the frame needs another
-        stream.
+        """Wait for the next frame (by priority, then arrival) and for its credit. None: another stream is needed.
 
         Raises: EOFError: the stream broke.
         """

@@ -59,8 +59,7 @@ class Strangers:
         self._leaving: dict[PeerID, asyncio.Task[None]] = {}
 
     async def admits(self, peer: PeerID) -> bool:
-        """Return True if we may read a request or stream of `peer`. If False, the peer's connections are about to be
-        closed."""
+        """Return True if we may read a request or stream of `peer`; else its connections are about to be closed."""
         if self._members.access_level(peer) is not AccessLevel.STRANGER:
             return True
         place = await self._place(peer)

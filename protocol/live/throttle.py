@@ -102,8 +102,7 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `peer`, since a frame of `priority` waits behind that
-        frame."""
+        """Raise the priority of the frame that is being sent to `peer`, since a frame of `priority` waits."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority
@@ -141,8 +140,7 @@ class SendLine:
 
     def _serve(self) -> None:
         """Let one slice pass, and serve again once that slice's frame has had time to queue its next slice, so that
-        other frames do not overtake that frame. If the uplink has no room, the uplink calls this method when there is
-        room."""
+        other frames do not overtake that frame. A full uplink calls this once it has room."""
         self._is_due = False
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()

@@ -62,8 +62,7 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 
 
 class LiveTransport:
-    """Calls and frames between this peer and other peers. Call `start`, then `serve`; messages that arrive before
-    `serve` wait."""
+    """Calls and frames between this peer and other peers. Call `start`, then `serve`; earlier messages wait."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
@@ -248,8 +247,7 @@ class LiveTransport:
         await queue.send(meta, payload, priority, again=again)
 
     async def close(self) -> None:
-        """Wait up to two seconds until the frames that have left are handled, then stop everything. Safe to call
-        twice."""
+        """Wait up to two seconds until the frames that have left are handled, then stop all. Safe to call twice."""
         if not self._closing:
             self._closing = True
             await self._flush()
@@ -309,8 +307,7 @@ class LiveTransport:
             raise Unreachable(peer, "it is excluded from the run")
 
     async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
-        """Use the present route to `peer`. If that route fails before any byte has left, find another route and try
-        again."""
+        """Use the present route to `peer`. If it fails before any byte has left, find another route and retry."""
         if not await self._routes.is_direct(peer):
             return await carried()
         try:
@@ -582,8 +579,7 @@ class LiveTransport:
                 await self._dial_everyone()
 
     async def _dial_everyone(self) -> bool:
-        """Dial all known peers. Return True soon after the first answers, while other dials go on; False if no peer
-        answers."""
+        """Dial all known peers. Return True soon after the first answer (other dials go on), or False: no answer."""
         gate = asyncio.Semaphore(16)
 
         async def dial(peer: PeerID) -> bool:
@@ -631,8 +627,7 @@ def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
 
 
 def _by_peer(addresses: Sequence[str]) -> dict[PeerID, list[str]]:
-    """Group addresses: return peer -> addresses without `/p2p/…`. Raises: TransportError: one is invalid or names no
-    peer."""
+    """Return peer -> addresses without `/p2p/…`. Raises: TransportError: an address is invalid or names no peer."""
     found: dict[PeerID, list[str]] = {}
     for address in addresses:
         where, peer = split_address(address)
