@@ -290,7 +290,7 @@ class ChainLinks(_Message, frozen=True):
 
 
 class Exclude(_Message, frozen=True):
-    """An exclusion order (`exclusion.py`), or one vote for such an order."""
+    """Carries an exclusion order (`exclusion.py`), or one vote for such an order."""
 
     order: bytes
 
@@ -406,8 +406,8 @@ class Standing(_Message, frozen=True, kw_only=True):
 
 
 class Reset(_Message, frozen=True, kw_only=True):
-    """The owner permits the receiver to make the next plan after `live` without votes, since too few members of `live`
-    are left for a majority. The plan is for the peers in `roster` alone."""
+    """The owner permits the receiver to make the next plan after `live` without votes, for the peers in `roster` alone,
+    since too few members of `live` are left for a majority."""
 
     mandate: bytes
     live: bytes
@@ -456,7 +456,7 @@ class ExpertStatus(_Part, frozen=True, omit_defaults=True):
 
 
 class PlanNote(_Part, frozen=True, array_like=True):
-    """Describes one plan of the run's signed chain, in words for people."""
+    """Describes one of the run's plans in words for people."""
 
     term: int
     sequence: int

@@ -7,5 +7,5 @@ _JOINERS: Final = "\u200c\u200d"
 
 
 def is_name(text: str) -> bool:
-    """True if a text is safe to print: it has no line break, control character or direction mark."""
+    """True if a text is safe to print: no line break, control character, or mark that changes the text direction."""
     return all(letter.isprintable() or letter in _JOINERS for letter in text)

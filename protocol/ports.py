@@ -164,8 +164,7 @@ class Disk(Protocol):
     def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
         """Rename within one folder: atomic (after a crash the old name or the new one), durable after `sync_folder`.
 
-        A file may replace a file; a folder may replace only an empty folder. Raises: ValueError: the two folders
-        differ.
+        A file may replace a file; a folder may replace only an empty folder. Raises: ValueError: the folders differ.
         """
         ...
 

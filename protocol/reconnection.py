@@ -16,7 +16,7 @@ trips. So a connection with one of these signs is dropped, and its peer is diall
 | the peer reached us over a third peer (a carrier), so it has no      | all of that peer that are not new         |
 | connection to us (`missed_by`)                                       |                                           |
 
-If one connection of a peer is dead, all of that peer's are dropped: the daemon might send the next message over it.
+If one connection of a peer is dead, all of that peer's are dropped: the daemon might next use the dead one.
 """
 
 import math

@@ -9,7 +9,7 @@ Price and power depend on the compensation (`training.compensation`). s is the m
 the stages, as in commit reports.
 
 The price of `eager` also depends on what a peer has *seen* when a stale microbatch begins: the fraction of the peer's
-gradients of the open step that have returned. With none seen, the price is that of `pipeoptim`; in between,
+gradients of the open step that have returned. With none seen, the price is that of `pipeoptim`; the price in between is
 interpolated.
 
 A run that is stale from the first step pays most of the price in its first few steps. So a run begins synchronously

@@ -49,8 +49,7 @@ class LaneCount:
         self._judged = 0, 0
 
     def look(self, packets: int, again: int) -> None:
-        """Double the number of lanes if too much is lost. Args: packets, again: packets sent and retransmitted so
-        far."""
+        """Double the number of lanes if too many packets are lost. Args: packets, again: packets sent and resent."""
         new_packets, new_again = packets - self._judged[0], again - self._judged[1]
         if new_packets < 0 or new_again < 0:  # some lanes have ended, and their packets are gone from the sums
             self._judged = packets, again

@@ -52,8 +52,7 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Write `data`; return when the lanes have it all: `data` may then change. Raises: EOFError: no lane is
-        left."""
+        """Write `data`; return when the lanes have it all: `data` may then change. Raises: EOFError: no lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):

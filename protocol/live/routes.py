@@ -118,7 +118,7 @@ class Routes:
             self._take_detour(peer)
 
     def shun(self, carrier: PeerID) -> None:
-        """For half a minute, ask this carrier (third peer) last, since a stream over it broke."""
+        """Ask this carrier (third peer) last for half a minute, since a stream over it broke."""
         self._shunned[carrier] = self._loop.time() + 30.0
 
     def comes_over(self, peer: PeerID) -> None:

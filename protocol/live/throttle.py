@@ -102,7 +102,7 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `peer`, since a frame of `priority` waits."""
+        """Raise the priority of the frame that is being sent to `peer`, since one of `priority` waits behind."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority
