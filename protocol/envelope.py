@@ -52,7 +52,8 @@ def is_direct(domain: Domain) -> bool:
 def seal(
     identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes, certificate: bytes = b""
 ) -> bytes:
-    """Return the bytes of an envelope around `body`, signed by `identity`; with a checksum if `is_direct(domain)`."""
+    """Return the bytes of an envelope around `body`, signed by `identity`, or with a checksum if
+    `is_direct(domain)`."""
     covered = _ENCODER.encode((domain, run, term, identity.peer_id, sequence, body))
     proof = xxh3_64_digest(covered) if domain in _DIRECT else identity.sign(covered)
     return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))

@@ -6,8 +6,7 @@ order is needed. A majority's order is signed by electors (voting members) of on
 can readmit any key.
 
 A member can make a fresh key at any time, so an order also names each member's invite. An excluded member still counts
-against the number of members that its invite allows (seats). After two exclusions of its members an invite is excluded,
-too.
+against the number of members that its invite allows (seats). Two exclusions of its members exclude the invite, too.
 """
 
 from collections import Counter

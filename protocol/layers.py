@@ -17,7 +17,7 @@ TRUNK: Final = "trunk"
 
 
 def layer_index(key: str) -> int:
-    """Return the i of "layers.i". Raises: ValueError: another kind of key."""
+    """Return the i of the key "layers.i". Raises: ValueError: `key` is of another kind."""
     prefix, _, index = key.partition(".")
     if prefix != "layers" or not index.isdecimal():
         raise ValueError(f"{key!r} is not the key of a decoder layer")

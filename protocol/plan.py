@@ -227,7 +227,7 @@ class Plan(
         return sorted((before._everybody - self._everybody) | back)
 
     def _has_stayed(self, peer: PeerID, before: "Plan") -> bool:
-        """True if one of the peer's groups shows that the peer was in every plan since `before`."""
+        """True if the peer's entry in one of its groups shows that the peer was in every plan since `before`."""
         seats = self._seats.get(peer, {})
         return any(since <= before.sequence and group in before._seats.get(peer, {}) for group, since in seats.items())
 

@@ -121,13 +121,13 @@ def router_name(model: ModelSpec, index: int) -> str:
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Count the elements of a layer, or of a unit of a layer: (in matrices, in norms and biases)."""
+    """Count the elements of a layer, or of a unit of a layer. Return (in matrices, in norms and biases)."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Count a decoder layer's elements without experts or feed-forward: (in matrices, in norms and biases)."""
+    """Count a decoder layer's elements without experts or feed-forward. Return (in matrices, in norms and biases)."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")

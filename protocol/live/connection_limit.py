@@ -187,7 +187,7 @@ def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
 
 
 def address_and_network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[Network, Network | None]:
-    """Return (IPv4 address or IPv6 /64, its /24 or /48). The second is None if `ip` is not public."""
+    """Return (IPv4 address or IPv6 /64, its network: /24 or /48). The network is None if `ip` is not public."""
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     ip = mapped or ip
     address = ip.packed[:8]

@@ -14,7 +14,7 @@ _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def refuse_ports_in_use(listen: Sequence[str]) -> None:
-    """Check every fixed port: two p2pd would silently share a port (SO_REUSEPORT), and each would get half the calls.
+    """Refuse fixed ports in use: two p2pd would silently share a port (SO_REUSEPORT), and each get half the calls.
 
     Raises: TransportError: a port is in use, or this machine cannot listen on an address.
     """

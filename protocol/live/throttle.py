@@ -102,7 +102,7 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `peer`, since one of `priority` waits behind."""
+        """Raise the priority of the frame being sent to `peer`, since a frame of `priority` waits behind it."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority

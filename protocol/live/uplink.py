@@ -107,7 +107,7 @@ class Uplink:
             self._window.wrote(peer, nbytes)
 
     def _look(self, *peers: PeerID) -> None:
-        """Read the kernel's figures of the connections with bytes in flight, and of those to `peers`."""
+        """Read the kernel's figures of the connections with bytes in flight, and of all connections to `peers`."""
         if self._queues is None:
             return
         asked, now_s = {*peers, *map(PeerID, self._window.busy)}, asyncio.get_running_loop().time()
