@@ -172,7 +172,7 @@ class Gate:
         return peer in (self.members.planned or ())
 
     def may_sign(self, signer: PeerID, kind: type) -> bool:
-        """True if `signer` may put a record of `kind` on the directory."""
+        """True if `signer` may store a record of `kind` in the directory."""
         return self.verdict(signer, kind) is Verdict.ALLOWED
 
     def _holds(self, source: PeerID, role: Role) -> bool:

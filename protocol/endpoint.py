@@ -222,7 +222,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: a stranger sent no valid call of this run; it gets no answer."""
+        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; they get no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -311,7 +311,7 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Return (signer, record) of a record that `source` stored. Raises: RemoteError: the signer may not store it."""
+    """Return (signer, record) of what `source` stored. Raises: RemoteError: invalid, or the signer may not store it."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):

@@ -203,7 +203,7 @@ class UplinkWindow:
         return name in self._paths
 
     def round_trip_s(self, name: str) -> float:
-        """Return the least round trip of a known connection."""
+        """Return the shortest round trip seen on a known connection."""
         return self._paths[name].seen.round_trip_s
 
     def wrote(self, name: str, nbytes: float) -> None:

@@ -126,7 +126,8 @@ class Redialer:
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections; this explains the failure of a call meanwhile."""
+        """Return how often we have closed the peer's connections; a call that fails meanwhile may fail for this
+        reason."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:

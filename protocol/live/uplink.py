@@ -82,7 +82,7 @@ class Uplink:
                 self._give_up(error)
 
     def left(self, connection: str) -> None:
-        """Record that a connection has ended."""
+        """Record that a connection to a peer has ended."""
         self._owners.pop(connection, None)
 
     def round_trip_s(self, peer: PeerID) -> float:
