@@ -1,11 +1,11 @@
 """The access table: which role may send each message. `Endpoint` enforces it before any handler runs. Pure.
 
 A handler can therefore rely on the sender's role. The handler itself checks what the table cannot know, such as whether
-we asked this sender for the data that it sends.
+we requested the data that this sender sends.
 
 A role follows from a plan (the signed layout of the swarm), and two peers never adopt a new plan at the same moment.
-Hence a role under any of the last `PLANS_SERVED` plans counts. A member's message that no known plan permits waits
-briefly for the next plan before it is refused. Two members may have their roles under different plans: a draining
+Hence a role under any of the last `PLANS_SERVED` plans counts. If no known plan permits a member's message, the message
+waits briefly for the next plan before it is refused. Two members may have their roles under different plans: a draining
 member, which the newest plan removed from its group, still finishes the open round with a member that this plan added.
 """
 
@@ -133,7 +133,7 @@ class Verdict(Enum):
 
 
 class Gate:
-    """Applies the access table for the peer `me`."""
+    """Applies the access table to messages that the peer `me` receives."""
 
     def __init__(self, members: Members, me: PeerID) -> None:
         self.members, self._me = members, me
@@ -142,7 +142,7 @@ class Gate:
         """Cache of (peer, role) pairs that these plans grant."""
 
     def obey(self, plan: Plan) -> None:
-        """Take roles from `plan` from now on; those under the preceding `PLANS_SERVED` - 1 plans stay valid."""
+        """Take roles from `plan` from now on; roles under the preceding `PLANS_SERVED` - 1 plans stay valid."""
         self._plans.appendleft(plan)
         self._held.clear()
         self.members.planned = frozenset(peer for known in self._plans for peer in known.members)
@@ -172,7 +172,7 @@ class Gate:
         return peer in (self.members.planned or ())
 
     def may_sign(self, signer: PeerID, kind: type) -> bool:
-        """True if `signer` may put a record of `kind` on the directory."""
+        """True if `signer` may store a record of `kind` in the directory."""
         return self.verdict(signer, kind) is Verdict.ALLOWED
 
     def _holds(self, source: PeerID, role: Role) -> bool:

@@ -1,10 +1,10 @@
 """Version certificates: a majority of a group signs the digests of its layers at one version. Pure.
 
 A version number alone proves nothing: anybody can claim to have the newest snapshot. So each member signs the digests
-of its group's layers at every snapshot version and when a layout ends, and sends the signature in its heartbeats
-(`Attested`). The next plan contains the digests that a majority of a group has signed (`Certified`), and the peers that
-vote on the plan check the signatures. A live plan, one that won its vote, therefore lists for each layer the versions
-that the run may restore. A peer that fetches such a version rejects a layer with another digest.
+of its group's layers at every snapshot version and at a layout's last version, and sends the signature in its
+heartbeats (`Attested`). The next plan contains the digests that a majority of a group has signed (`Certified`), and the
+peers that vote on the plan check the signatures. A live plan, one that won its vote, therefore lists for each layer the
+versions that the run may restore. A peer that fetches such a version rejects a layer with another digest.
 """
 
 from collections.abc import Iterable, Sequence
@@ -24,12 +24,12 @@ Proofs = tuple[tuple[str, str], ...]
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
-    """Return one digest over the (layer, digest) pairs of a group's layers, in order."""
+    """Return one digest over a group's ordered (layer, digest) pairs."""
     return blake3(_ENCODER.encode(tuple(proofs))).hexdigest(length=16)
 
 
 def state_body(*, era: int, version: int, root: str) -> bytes:
-    """Return the bytes that a holder signs to attest its state. Args: root: `root_of` the group's layers."""
+    """Return the bytes that a holder signs to attest its state. Args: root: the digest that `root_of` returns."""
     return _ENCODER.encode((era, version, root))
 
 
@@ -45,12 +45,12 @@ class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     @cached_property
     def body(self) -> bytes:
-        """The bytes that the signers have signed."""
+        """The bytes that the group's members sign."""
         return state_body(era=self.era, version=self.version, root=root_of(self.proofs))
 
 
 class Attested(_Proven, frozen=True):
-    """One member's signed claim that its group's layers have these digests at a version that it has committed."""
+    """One member's signed claim that its group's layers have these digests at a committed version."""
 
     signature: bytes
 
@@ -64,7 +64,7 @@ class Certified(_Proven, frozen=True):
 
     @property
     def age(self) -> tuple[int, int]:
-        """(era, version); the greater is newer."""
+        """(era, version); a greater pair is newer."""
         return self.era, self.version
 
     @cached_property
@@ -81,5 +81,5 @@ def jury(members: Sequence[PeerID], lot: str) -> tuple[PeerID, ...]:
 
 
 def layers_at(certified: Iterable[Certified], age: tuple[int, int]) -> dict[str, str]:
-    """Return layer -> certified digest at (era, version), for the layers that have one."""
+    """Return layer -> certified digest at `age`, (era, version); layers without a certified digest are left out."""
     return {key: proof for entry in certified if entry.age == age for key, proof in entry.proofs}

@@ -1,4 +1,4 @@
-"""Error messages for the author of a file, with the file's own field names in place of the decoder's terms. Pure."""
+"""Turns decoding errors into messages for a file's author, with the file's field names. Pure."""
 
 import difflib
 import re
@@ -65,8 +65,8 @@ def complaint(error: Exception, kind: type) -> str:
 
 
 def misspelt(found: object, kind: type) -> str:
-    """Return one line about the first field of `found` that is a misspelt field of `kind`; empty if there is none. For
-    files that may also have fields that we do not read (`unread`).
+    """Return one line about the first misspelt field in `found`, or "". For files that may also have fields that we do
+    not read (`unread`).
 
     Args:
         found: the file's content, decoded to plain dicts and lists.
@@ -113,7 +113,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _inside(kind: Any, *, is_element: bool) -> Any:
-    """Return a field's type `kind` without its `None` alternative; if `is_element`, the type of the list's elements."""
+    """Return a field's type `kind` without the alternative `None`; if `is_element`, the type of its list elements."""
     if get_origin(kind) in (Union, UnionType):
         parts = [part for part in get_args(kind) if part is not type(None)]
         kind = parts[0] if len(parts) == 1 else kind

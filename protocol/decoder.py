@@ -1,7 +1,7 @@
 """The options in which a model's decoder may differ from Llama's, and the model families. Pure.
 
 With all options at their defaults the decoder is Llama's. A family is a row of `FAMILIES`, not a class: it lists the
-values that each option may have. A combination that fits no family is refused: no other software could load the model.
+values that each option may have. A combination that fits no family is refused, since other software could not load it.
 """
 
 import math
@@ -15,13 +15,13 @@ from shoal.protocol.limits import CONTEXT_MAX, LAYERS_MAX
 
 
 def require(condition: bool, sentence: str) -> None:
-    """Raises: ValueError: `condition` is false; msgspec adds the path of the field."""
+    """Check a field's condition. Raises: ValueError: `condition` is false; msgspec adds the field's path."""
     if not condition:
         raise ValueError(sentence)
 
 
 def require_positive(section: msgspec.Struct, **most: float) -> None:
-    """Raises: ValueError: one of the fields named in `most` is not above 0, is infinite, or exceeds the limit given."""
+    """Check that the fields named in `most` are > 0, finite, and at most the given limits. Raises: ValueError."""
     for name, largest in most.items():
         value = getattr(section, name)
         require(0 < value < math.inf, f"{name} must be positive, is {value}")
@@ -29,7 +29,7 @@ def require_positive(section: msgspec.Struct, **most: float) -> None:
 
 
 def require_not_negative(section: msgspec.Struct, *names: str) -> None:
-    """Raises: ValueError: one of the fields `names` is negative; a field that is None counts as not set."""
+    """Check that none of the fields `names` is negative; None counts as not set. Raises: ValueError."""
     for name in names:
         value = getattr(section, name)
         require(value is None or value >= 0, f"{name} must not be negative, is {value}")
@@ -38,8 +38,8 @@ def require_not_negative(section: msgspec.Struct, *names: str) -> None:
 class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True, omit_defaults=True):
     """Changes the rotary frequencies, for contexts longer than those with which the model was first trained.
 
-    Sources: linear, Chen et al., 2023, arXiv 2306.15595; yarn, Peng et al., 2023, arXiv 2309.00071; llama3, as in the
-    reference code of Llama 3.1. The numbers are those of `transformers`.
+    Sources: linear, Chen et al., 2023, arXiv 2306.15595; yarn, Peng et al., 2023, arXiv 2309.00071; llama3, the
+    reference code of Llama 3.1. Field names and values mean the same as in `transformers`.
     """
 
     kind: Literal["linear", "llama3", "yarn"]

@@ -1,4 +1,4 @@
-"""Replace small files so that after a crash or a power cut each has either its old content or its new one."""
+"""Replaces small files: after a crash or a power cut, a file has either its old content or its new content."""
 
 import contextlib
 import logging
@@ -23,10 +23,10 @@ def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Return this process's first sequence number, above all that this peer has ever sent; reserve a range in `path`.
+    """Return this process's first sequence number, above all that this peer ever sent. Reserve a range in `path`.
 
-    Other peers refuse numbers too far below the highest one that they have seen from a peer. After a restart with the
-    clock set back, the wall clock alone would give too low a number.
+    Other peers refuse sequence numbers too far below this peer's highest. After a restart with the clock set back, the
+    wall clock alone would give too low a number.
     """
     first = int(wall_s * 1e6)
     if disk is None:

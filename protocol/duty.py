@@ -1,7 +1,7 @@
 """Decides how long a device rests between jobs, so that it works only a given share of the time. Pure.
 
 This is a token bucket (`token_bucket.py`) of seconds of device time: `share` seconds are added per second, and work
-takes seconds out. Idle time counts as rest, up to `BURST_S`, since a pipeline peer waits for others anyway.
+takes seconds out. Idle time counts as rest, up to `BURST_S`, since a pipeline peer waits for other peers anyway.
 
 Other work of the program (a coordinator's search, compilation at start, networking) counts as a debt. Half of the added
 seconds repay it, so the device works more slowly for a while but never stops. The part of the debt above `BESIDE_MAX_S`

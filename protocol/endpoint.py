@@ -64,7 +64,7 @@ class Endpoint:
     Attributes:
         term: the leadership term in outgoing envelopes; the node raises it with every plan that it obeys.
         era, revision: training generation and spec revision in outgoing training messages (`EraMessage`). A received
-            message with another era or revision is refused, such a frame dropped.
+            message with another era or revision is refused; a received frame is dropped.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Endpoint:
         transport.serve(on_call=self._handle_call, on_frame=self._handle_frame)
 
     def obey(self, plan: Plan) -> None:
-        """Take the members' roles from `plan` from now on, and check waiting messages again."""
+        """Take the members' roles from `plan` from now on, and check again the messages that wait for a plan."""
         self.gate.obey(plan)
         self._new_plan.set()
         self._new_plan = asyncio.Event()
@@ -112,10 +112,10 @@ class Endpoint:
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
     ) -> None:
-        """Answer messages of `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
+        """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages with this group's number in their field `stage`; None: all other messages.
+            stage: handle only messages with this group number in their field `stage`; None: those of all other groups.
         """
         self._on_message[kind, stage] = handler
 
@@ -131,7 +131,7 @@ class Endpoint:
                 del table[address]
 
     def off(self, *handlers: Callable[..., object]) -> None:
-        """Remove these handlers, so that their owner can be freed. Handlers that have replaced them stay."""
+        """Remove these handlers, so that their owner can be freed. Handlers registered later in their place stay."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address, handler in table.items() if handler in handlers]:
                 del table[address]
@@ -155,7 +155,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call `peer`: without our certificate if `peer` has answered before, then with it if `peer` asks for it."""
+        """Call `peer`, without our certificate if it has answered before; if it asks for one, repeat the call."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)
@@ -222,7 +222,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: a stranger sent bytes that are no call of this run; it gets no answer."""
+        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; they get no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -252,7 +252,7 @@ class Endpoint:
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _is_allowed(self, source: PeerID, kind: type) -> bool:
-        """True if `source` may send us a message of `kind`. If no known plan permits it, wait `PLAN_WAIT_S` for one."""
+        """True if `source` may send us a message of `kind`. If no plan permits it, wait `PLAN_WAIT_S` for the next."""
         verdict = self.gate.verdict(source, kind)
         if verdict is not Verdict.WAIT or not self._may_wait(source):
             return verdict is Verdict.ALLOWED
@@ -311,7 +311,7 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Return (signer, record) of a record that `source` stored, if the signer may store it. Raises: RemoteError."""
+    """Return (signer, record) of what `source` stored. Raises: RemoteError: invalid, or the signer may not store it."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):
@@ -321,6 +321,6 @@ def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: 
 
 @lru_cache(maxsize=4096)  # shared by all runs in this process
 def _opened_record(seals: Seals, run: str, data: bytes, source: PeerID) -> tuple[Envelope, Any]:
-    """Decode a record. Cached, since most records have not changed when they are read again."""
+    """Decode a directory record. Cached, since a record has rarely changed when it is read again."""
     envelope = seals.unseal(data, "record", run=run, source=source, relayed=True)
     return envelope, decoded(_RECORDS, envelope.body, source, _UNKNOWN)

@@ -45,14 +45,15 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 def is_direct(domain: Domain) -> bool:
-    """True if envelopes of this domain stay within one connection and need no signature."""
+    """True if envelopes of this domain ("call", "record", ...) stay within one connection and need no signature."""
     return domain in _DIRECT
 
 
 def seal(
     identity: Identity, domain: Domain, *, run: str, term: int, sequence: int, body: bytes, certificate: bytes = b""
 ) -> bytes:
-    """Return the bytes of an envelope around `body`, signed by `identity`; with a checksum if `is_direct(domain)`."""
+    """Return the bytes of an envelope around `body`, signed by `identity`, or with a checksum if
+    `is_direct(domain)`."""
     covered = _ENCODER.encode((domain, run, term, identity.peer_id, sequence, body))
     proof = xxh3_64_digest(covered) if domain in _DIRECT else identity.sign(covered)
     return _ENCODER.encode(Envelope(run, term, identity.peer_id, sequence, body, proof, certificate))
@@ -89,7 +90,7 @@ def unseal(data: bytes, domain: Domain, *, run: str, source: PeerID, relayed: bo
 
 
 def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, what: str) -> T:
-    """Decode data of `source`. Raises: RemoteError: it cannot be decoded; `what` ("an unreadable plan") says so."""
+    """Decode data of `source`. Raises: RemoteError: `data` is invalid; `what` ("an unreadable plan") names it."""
     try:
         return decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -97,7 +98,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, wh
 
 
 class ReplayGuard:
-    """Accepts each sequence number of a sender once, if it is less than `REPLAY_WINDOW` below the highest one seen."""
+    """Accepts a sender's sequence number once, if it is less than `REPLAY_WINDOW` below that sender's highest."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[PeerID, tuple[int, set[int]]] = OrderedDict()

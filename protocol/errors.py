@@ -27,7 +27,7 @@ class RunNotFound(LocalError):
 
 
 class DataError(LocalError):
-    """The training text is missing, empty, or another one than the run's digest names."""
+    """The training text is missing, is empty, or does not match the run's digest."""
 
 
 class TransportError(LocalError):
@@ -62,5 +62,5 @@ class Refused(ShoalError):
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text, cut to 120 letters; the error's repr if it has no text."""
+    """Return the first line of an error's text, cut to 120 letters; if there is no text, the error's repr."""
     return (str(error).splitlines() or [""])[0][:120] or repr(error)

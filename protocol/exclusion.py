@@ -6,8 +6,7 @@ order is needed. A majority's order is signed by electors (voting members) of on
 can readmit any key.
 
 A member can make a fresh key at any time, so an order also names each member's invite. An excluded member still counts
-against the number of members that its invite allows (seats), and once two members of an invite are excluded, the invite
-is, too.
+against the number of members that its invite allows (seats). Two exclusions of its members exclude the invite, too.
 """
 
 from collections import Counter
@@ -55,10 +54,10 @@ _DECODER = msgspec.msgpack.Decoder(Exclusion)
 
 
 def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Exclusion:
-    """Return an unsigned order.
+    """Return an unsigned exclusion order.
 
     Args:
-        came_by: public key to exclude -> key of the invite with which that member entered (empty: unknown).
+        came_by: public key to exclude -> key of the member's invite (empty: unknown).
         base: digest of the plan that names the electors; empty for the owner's order.
     """
     keys = tuple(sorted(came_by))
@@ -68,10 +67,10 @@ def propose_exclusion(came_by: Mapping[bytes, bytes], *, base: str = "") -> Excl
 def order_exclusion(
     owner: Identity, came_by: Mapping[bytes, bytes], *, run: str, readmitted: Iterable[bytes] = (), number: int = 0
 ) -> Exclusion:
-    """Return an order signed by the run's owner.
+    """Return an exclusion order signed by the run's owner.
 
     Args:
-        came_by: every key that was ever excluded -> key of the invite with which that member entered (empty: unknown).
+        came_by: every key that was ever excluded -> key of the member's invite (empty: unknown).
         readmitted: the keys of `came_by` that the owner has readmitted.
         number: serial number, greater than that of the owner's last order.
     """
@@ -82,7 +81,7 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Return the keys that these valid orders exclude and readmit; the owner's newest order overrides all others."""
+    """Return the excluded and readmitted keys of valid orders; the owner's newest order overrides all other orders."""
     is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
     for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):
@@ -96,7 +95,7 @@ def in_force(orders: Iterable[Exclusion]) -> Excluded:
 
 
 def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
-    """Decode an order that `source` sent, without checking its signatures. Raises: RemoteError: it is malformed."""
+    """Decode an exclusion order of `source`; do not check signatures. Raises: RemoteError: it is malformed."""
     try:
         if len(data) > EXCLUSION_BYTES_MAX:
             raise ValueError(f"it has {len(data)} bytes")
@@ -119,7 +118,7 @@ def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
 
 
 def exclusion_holds(order: Exclusion, *, owner: PeerID, plans: Sequence[SignedPlan], verify: VerifySignature) -> bool:
-    """True if the owner signed the order, or a majority of the electors of that one of `plans` that it names."""
+    """True if the owner, or a majority of the electors of the plan (in `plans`) that the order names, signed it."""
     if order.signature:
         return verify(owner, order.signature, order.body)
     base = next((plan for plan in plans if plan.digest == order.base), None)

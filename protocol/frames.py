@@ -6,12 +6,12 @@
     trailer  xxh3-64 of all of the above 8 B | end marker 4 B
 
 The header has its own checksum: otherwise a flipped bit in a length would make the receiver wait for gigabytes that
-never come. The checksum of the whole frame stands at its end: so both sides can hash one piece at a time while its
-bytes are in the cache, and the event loop can run between pieces.
+never come. The frame's own checksum stands at its end: so both sides can hash a frame piece by piece, while a piece is
+in the cache, and the event loop can run between pieces.
 
-Each direction of a stream numbers its frames from 0. Frame 0 is a HELLO, and no other frame is. Credit, the number of
-bytes that a sender may still send, counts whole frames. If a direction also uses lanes (further TCP connections,
-`live/lane.py`), its frames are split over two byte streams, which `FrameOrder` merges.
+Each direction of a stream numbers its frames from 0. Only frame 0 is a HELLO. Credit, the number of bytes that a sender
+may still send, counts whole frames. If a direction also uses lanes (further TCP connections, `live/lane.py`), its
+frames arrive in two byte streams, and `FrameOrder` merges these.
 """
 
 import struct
@@ -56,7 +56,7 @@ class FrameType(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frame:
-    """One complete frame. `payload` belongs to the holder of the frame, which may write to it."""
+    """One complete frame. The holder of the frame owns `payload` and may write to it."""
 
     type: FrameType
     sequence: int
@@ -77,7 +77,7 @@ class Header:
 
 
 def wire_bytes(meta_bytes: int, payload_bytes: int) -> int:
-    """Return the length of a whole frame in bytes, which is the credit that it costs."""
+    """Return the length of a whole frame in bytes; the frame costs this much credit."""
     return FRAME_OVERHEAD_BYTES + meta_bytes + payload_bytes
 
 
@@ -104,12 +104,12 @@ def encode_frame(kind: FrameType, sequence: int, meta: bytes, payload: Payload) 
 
 
 def encode_credit(sequence: int, given_back_bytes: int) -> bytes:
-    """Return a complete CREDIT frame, with which a receiver returns `given_back_bytes` of credit to the sender."""
+    """Return a complete CREDIT frame, which returns `given_back_bytes` of credit to the sender of DATA frames."""
     return b"".join(encode_frame(FrameType.CREDIT, sequence, _CREDIT.pack(given_back_bytes), b""))
 
 
 def decode_credit(frame: Frame, source: PeerID) -> int:
-    """Return the number of bytes of credit that `source` returns. Raises: RemoteError: it is no CREDIT frame."""
+    """Return the number of bytes of credit that `source` returns. Raises: RemoteError: it sent no valid CREDIT."""
     if frame.type is not FrameType.CREDIT or len(frame.meta) != _CREDIT.size or frame.payload:
         raise RemoteError(source, "sent another frame where only credits are allowed")
     (given_back_bytes,) = _CREDIT.unpack(frame.meta)
@@ -122,7 +122,7 @@ def encode_lanes(sequence: int, count: int) -> bytes:
 
 
 def decode_lanes(frame: Frame, source: PeerID) -> int:
-    """Return the number of lanes that `source` asks for. Raises: RemoteError."""
+    """Return the number of lanes (TCP connections) that `source` requests. Raises: RemoteError: it is invalid."""
     if frame.type is not FrameType.LANES or len(frame.meta) != _LANES.size or frame.payload:
         raise RemoteError(source, "sent a malformed request for lanes")
     (count,) = _LANES.unpack(frame.meta)
@@ -136,8 +136,8 @@ def decode_header(
 
     Args:
         sequence: the expected sequence number; with `may_skip` the lowest allowed one.
-        may_skip: True if the stream has lanes, so that the frames in between may arrive over another connection.
-    Raises: RemoteError: an honest peer does not send this header here.
+        may_skip: True if the stream has lanes: frames with lower numbers may then arrive later over another connection.
+    Raises: RemoteError: no honest peer sends this header at this point of the stream.
     """
     magic, kind, got_sequence, meta_bytes, payload_bytes = _FIELDS.unpack_from(raw)
     (checksum,) = _HEADER_CHECKSUM.unpack_from(raw, _FIELDS.size)
@@ -163,14 +163,14 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Counts the bytes of a stream's frames that are in flight or not yet handled, at its sender or its receiver."""
+    """Counts a stream's bytes (whole frames) that are in flight or not yet handled. Each end has one."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self.outstanding_bytes = 0
 
     def admits(self, frame_bytes: int) -> bool:
-        """True if a frame may be sent now. A frame larger than the whole window is sent alone."""
+        """True if a frame may be sent now. A frame larger than the window is sent while no other frame is in flight."""
         return self.outstanding_bytes == 0 or self.outstanding_bytes + frame_bytes <= self.limit_bytes
 
     def take(self, frame_bytes: int) -> None:
@@ -186,8 +186,8 @@ class CreditWindow:
 def _room_for(payload_bytes: int) -> bytearray | memoryview:
     """Allocate a payload buffer; a large one takes memory only as it is written.
 
-    A `bytearray` is zeroed: with it, a header of 29 bytes could make its receiver commit 256 MiB and block the loop for
-    a third of a second. Rejected: `mmap`, which maps new pages each time (16 ms for 16 MiB; numpy takes 0.4 ms).
+    A `bytearray` is zeroed: a header of 29 bytes could then make its receiver commit 256 MiB and block the loop for a
+    third of a second. Rejected: `mmap`, which maps new pages each time (16 ms for 16 MiB; numpy takes 0.4 ms).
     """
     if payload_bytes <= BULK_CHUNK_BYTES:
         return bytearray(payload_bytes)
@@ -197,16 +197,15 @@ def _room_for(payload_bytes: int) -> bytearray | memoryview:
 class FrameAssembler:
     """Assembles the frames of one direction of a stream, in the manner of `asyncio.BufferedProtocol`.
 
-    Write the next bytes into `buffer()` and report their number with `advance()`. The payload is received in place: the
-    kernel and the checksum touch each byte once.
+    The caller writes the next bytes into `buffer()` and reports their number with `advance()`. The payload is received
+    in place: the kernel and the checksum touch each byte once.
 
     Args:
-        window: the credit of DATA frames: a frame's header takes credit, and the consumer of the frame returns it.
+        window: the credit of DATA frames: a frame's header takes credit, and the frame's consumer returns the credit.
         sequence: the sequence number of the first frame.
 
     Attributes:
-        may_skip: True if the stream has lanes: frames may then be missing here, since they arrive over another
-            connection.
+        may_skip: True if the stream has lanes: this byte stream may then skip frames that arrive over lanes.
     """
 
     def __init__(
@@ -225,7 +224,7 @@ class FrameAssembler:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the present frame that have not arrived yet; 0 before its header is complete."""
+        """Bytes of the present frame that have not arrived yet; 0 until the frame's header is complete."""
         if self._header is None:
             return 0
         return len(self._part) - self._filled + sum(len(part) for part, _ in self._parts)
@@ -303,7 +302,7 @@ class FrameAssembler:
 class FrameOrder:
     """Restores the order of one sender's DATA and LANES frames, which arrive over the daemon's stream and over lanes.
 
-    A frame that waits here for an earlier one has used up credit of its sender, so credit bounds the waiting bytes.
+    A frame that waits for an earlier frame still occupies its sender's credit, so credit bounds the waiting bytes.
     """
 
     def __init__(self, source: PeerID) -> None:
@@ -312,7 +311,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add `frame` and yield all frames that are next in order. Raises: RemoteError: its number was used before."""
+        """Add `frame`, and yield all frames that are now next in order. Raises: RemoteError: its number is used."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

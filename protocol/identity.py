@@ -1,7 +1,7 @@
 """A peer's identity: one Ed25519 key, which libp2p uses for TLS and this program for signatures.
 
 The libp2p PeerID of an Ed25519 key contains the public key: it is the identity multihash of the protobuf-encoded key
-(libp2p specs, peer-ids). So a signature can be checked with the PeerID alone, the one that libp2p authenticates.
+(libp2p specs, peer-ids). So the PeerID alone, which libp2p authenticates, is enough to check a signature.
 """
 
 import os
@@ -79,7 +79,7 @@ class Identity:
             raise LocalError(f"cannot write the key file {path}: {error.strerror or error}") from error
 
     def sign(self, data: bytes) -> bytes:
-        """Returns: 64 bytes, deterministic (RFC 8032)."""
+        """Return the signature of `data`: 64 bytes, deterministic (RFC 8032)."""
         return self._key.sign(data)
 
 

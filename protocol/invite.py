@@ -6,8 +6,8 @@
     address  4:1 ip:4 port:2 | 6:1 ip:16 port:2 | 0:1 length:1 text       IPv4, IPv6, or a multiaddr without /p2p/…
 
 `name:n` is a field of n bytes. An invite has 220 characters with one address of the host, 330 with the addresses of
-three members. Anybody with the text can enter: it is a secret until it expires or is revoked. `check` (BLAKE3 of the
-rest) detects a lost letter. Whitespace inside an invite, and punctuation around it, do no harm.
+three members. Anybody with the text can enter: an invite is a secret until it expires or is revoked. `check` (BLAKE3 of
+the rest) detects a lost letter. Whitespace inside an invite and punctuation around an invite do no harm.
 """
 
 import ipaddress
@@ -48,7 +48,7 @@ SEATS_MAX = (1 << 16) - 1
 
 
 class InviteKey(msgspec.Struct, frozen=True):
-    """The secret in an invite: the seed of its own key, and the owner's permission to certify members with that key."""
+    """The secret in an invite: its key's seed, and the owner's permission to certify members with that key."""
 
     seed: bytes
     delegation: Delegation
@@ -62,7 +62,7 @@ class InviteKey(msgspec.Struct, frozen=True):
         Args:
             expires_s: expiry in seconds since 1970; 0: none.
             seats: members by this invite at a time; 0: any number.
-            may_train: False: its members are observers.
+            may_train: False: members of this invite are observers.
         Raises: ValueError: `expires_s` or `seats` does not fit into an invite.
         """
         if not (0 <= expires_s <= EXPIRES_S_MAX and 0 <= seats <= SEATS_MAX):
@@ -89,17 +89,17 @@ class Invite(msgspec.Struct, frozen=True):
     """None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
-        """Return the certificate of `member`; empty if it needs none (open run, or the owner)."""
+        """Return the certificate of `member`; empty if `member` is the owner or the run is open."""
         if self.key is None or member == self.owner:
             return b""
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
 
     def members_for(self, me: PeerID) -> Members:
-        """Return the `Members` with which the new peer `me` begins: it knows only the owner and `me`'s certificate."""
+        """Return the first `Members` of the new peer `me`: it knows only the owner and the certificate of `me`."""
         return Members(self.run, self.owner, certificate=self.certificate_of(me), is_open=self.key is None)
 
     def encode(self) -> str:
-        """Raises: ValueError: a part is invalid, such as an address without a peer."""
+        """Return the invite as text. Raises: ValueError: a part is invalid, such as an address without a peer."""
         body = bytes((self.protocol_version,)) + bytes.fromhex(self.run) + public_key_of(self.owner)
         body += bytes((_KEYLESS,)) if self.key is None else bytes((_KEYED,)) + self.key.encode()
         if len(self.addresses) > ADDRESSES_MAX:
@@ -154,17 +154,17 @@ def split_address(address: str) -> tuple[str, str]:
 
 
 def peers_of(addresses: Iterable[str]) -> list[PeerID]:
-    """Return the peers that `addresses` lead to, each once, in order."""
+    """Return the peers that `addresses` (multiaddrs) name, each once, in order."""
     return list(dict.fromkeys(PeerID(split_address(address)[1]) for address in addresses))
 
 
 def only_direct(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Drop the addresses that lead over a relay."""
+    """Return `addresses` without those that lead over a relay."""
     return tuple(address for address in addresses if "/p2p-circuit" not in address)
 
 
 def is_global(address: str) -> bool:
-    """True if a multiaddr looks dialable from anywhere: it is a host name or a public IP address, without a relay."""
+    """True if a multiaddr looks dialable from anywhere: a host name or a public IP address, without a relay."""
     match = _PLACE.match(address)
     if match is None or not only_direct((address,)):
         return False
@@ -175,17 +175,16 @@ def is_global(address: str) -> bool:
 
 
 def is_open(addresses: Iterable[str]) -> bool:
-    """True if a peer with these multiaddrs looks dialable from anywhere: one address is public, and none is private.
+    """True if a peer with these multiaddrs looks dialable from anywhere: some address is public, and none is private.
 
-    A public address alone is not enough: libp2p also announces the outer address of a NAT, beside the private one, once
-    four peers have seen it.
+    One public address is not enough: once four peers have seen a NAT's outer address, libp2p also announces that.
     """
     ranks = [(_rank(address), is_global(address)) for address in only_direct(addresses)]
     return any(is_outer for _, is_outer in ranks) and all(rank != _PRIVATE for rank, _ in ranks)
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Order addresses for an invite: public ones, then private ones. Loopback addresses stay only if all are such."""
+    """Order addresses for an invite: public ones, then private ones. Loopback addresses stay if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]
@@ -225,7 +224,7 @@ def _encode_address(where: str) -> bytes:
 
 
 def _decode(body: bytes) -> Invite:
-    """Decode an invite's bytes without the check. Raises: ValueError, IndexError, struct.error: it is no invite."""
+    """Decode an invite's bytes (without `check`). Raises: ValueError, IndexError, struct.error: they are no invite."""
     run, start = body[1 : 1 + _RUN_BYTES].hex(), 1 + _RUN_BYTES + _KEY_BYTES
     raw_owner = body[1 + _RUN_BYTES : start]
     owner = _peer_id(raw_owner)

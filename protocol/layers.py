@@ -1,8 +1,8 @@
 """Layer keys: the names under which a model's state is stored and sent. Pure.
 
 State is kept by layer: "embed", "layers.0" ... "layers.{L-1}", "head" (final norm and output projection). If a run
-places experts on members of their own, it is kept by unit: "layers.3.experts.5" for an expert, and "layers.3.trunk" for
-the rest of that layer.
+places experts on members of their own, state is kept by unit: "layers.3.experts.5" for an expert, and "layers.3.trunk"
+for the rest of layer 3.
 """
 
 from typing import Final
@@ -17,7 +17,7 @@ TRUNK: Final = "trunk"
 
 
 def layer_index(key: str) -> int:
-    """Return the i of "layers.i". Raises: ValueError: another kind of key."""
+    """Return the i of the key "layers.i". Raises: ValueError: `key` is of another kind."""
     prefix, _, index = key.partition(".")
     if prefix != "layers" or not index.isdecimal():
         raise ValueError(f"{key!r} is not the key of a decoder layer")
@@ -42,7 +42,7 @@ def all_layer_keys(model: ModelSpec) -> tuple[str, ...]:
 def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
     """Return the layer keys of a stage with decoder layers [first, last), in forward order.
 
-    The first stage of a model also has the embedding, and the last one the head.
+    A model's first stage also has the embedding, and the last stage has the head.
 
     Raises: ValueError: the range is empty or outside the model.
     """

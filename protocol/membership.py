@@ -6,11 +6,11 @@ An invite contains its delegation and the seed of its key, so a peer that holds 
 and every coordinator are down. A receiver checks two signatures. Source: certificate chains of SPKI (RFC 2693,
 section 3).
 
-A certificate expires with its invite. Its peer then becomes a stranger, unless it is in a recently obeyed plan: such a
-peer stays a member and can ask the owner for a new certificate (`Members.renew`).
+A certificate expires with its invite. A peer with an expired certificate is a stranger, unless it is in a recently
+obeyed plan: then it stays a member and can ask the owner for a new certificate (`Members.renew`).
 
-A certificate cannot show how many other members its invite has certified. So a coordinator enforces the invite's number
-of seats, the members that it allows at a time, when newcomers enter (`Members.why_not_enter`).
+A certificate cannot show how many other members its invite has certified. So the coordinator enforces the invite's
+seats (the number of members at a time) when newcomers enter (`Members.why_not_enter`).
 """
 
 import time
@@ -90,7 +90,7 @@ def invite_name(key: bytes) -> str:
 def delegate(
     owner: Identity, key: bytes, *, run: str, expires_s: int = 0, seats: int = 0, may_train: bool = True
 ) -> Delegation:
-    """Sign a delegation for `key` as the run's owner."""
+    """Sign, as the run's owner, the permission to certify members with the invite's key `key`."""
     unsigned = Delegation(key, expires_s, seats, may_train, b"")
     return msgspec.structs.replace(
         unsigned, signature=sign_statement(owner, "invite", run=run, body=_delegated(unsigned))
@@ -104,14 +104,14 @@ def certify(invite: Identity, delegation: Delegation, member: PeerID, *, run: st
 
 
 def renew(owner: Identity, delegation: Delegation, member: PeerID, *, run: str, ends_s: int) -> bytes:
-    """Return a certificate for `member`, which has this invite, valid until `ends_s` and signed by the run's owner."""
+    """Return a certificate for `member` of this invite, signed by the run's owner and valid until `ends_s`."""
     signature = sign_statement(owner, "member", run=run, body=_renewed(member, delegation, ends_s))
     return _ENCODER.encode(Certificate(delegation, signature, ends_s))
 
 
 @lru_cache(maxsize=256)
 def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool:
-    """True if the owner signed the delegation. Cached: a run has few invites, and many members show the same one."""
+    """True if the owner signed the delegation. Cached, since many members show the same delegation."""
     if len(delegation.key) != 32:
         return False
     return statement_holds(owner, delegation.signature, "invite", run=run, body=_delegated(delegation))
@@ -119,7 +119,7 @@ def delegation_holds(delegation: Delegation, *, run: str, owner: PeerID) -> bool
 
 @lru_cache(maxsize=4096)
 def open_certificate(data: bytes, *, run: str, owner: PeerID, member: PeerID) -> Certificate:
-    """Decode a certificate, and check that the key of an invite of this run, or the owner, has certified `member`.
+    """Decode a certificate, and check that the owner, or an invite of this run, has certified `member`.
 
     Raises: RemoteError: the certificate is invalid; the error names `member`.
     """
@@ -149,7 +149,7 @@ def _delegated(delegation: Delegation) -> bytes:
 
 
 class Excluded(NamedTuple):
-    """Keys of members and invites that are excluded from the run; all are public Ed25519 keys of 32 bytes."""
+    """Excluded keys of members and invites; all are public Ed25519 keys of 32 bytes."""
 
     keys: Set[bytes] = frozenset()
     readmitted: Set[bytes] = frozenset()
@@ -210,19 +210,19 @@ class Members:
         return self._gives(peer, shown) if shown is not None else AccessLevel.STRANGER
 
     def why_stranger(self, peer: PeerID) -> str:
-        """Return why `peer` is a stranger; empty: it has shown no certificate."""
+        """Return why `peer` is a stranger; empty: `peer` has shown no certificate."""
         if self.is_excluded(peer):
             return "you are excluded from this run"
         shown = self._in_use(peer)
         return _ended(shown) if shown is not None else ""
 
     def invite_of(self, peer: PeerID) -> bytes:
-        """Return the key of the invite of `peer`; empty: `peer` is the owner, is unknown, or the run is open."""
+        """Return the key of the invite with which `peer` entered; empty: the run is open, or no invite is known."""
         shown = self._in_use(peer) if peer != self.owner and not self.is_open else None
         return shown.delegation.key if shown is not None else b""
 
     def why_not_enter(self, newcomer: PeerID, others: Collection[PeerID]) -> str:
-        """Return why a coordinator must not admit `newcomer` if `others` are members; empty: it may be admitted."""
+        """Return why a coordinator must not admit `newcomer` while `others` are members; empty: no reason."""
         shown = self._in_use(newcomer)
         if newcomer == self.owner or shown is None:
             return ""  # an open run: strangers are refused earlier
@@ -234,7 +234,7 @@ class Members:
         return ""
 
     def seats_taken(self, invite: bytes, present: Iterable[PeerID]) -> int:
-        """Count the members of this invite among the peers `present` and the excluded peers."""
+        """Count this invite's members: those among the peers `present`, and the excluded ones."""
         here = sum(1 for peer in present if self.invite_of(peer) == invite and not self.is_excluded(peer))
         return here + sum(1 for came_by in self.excluded.came_by.values() if came_by == invite)
 
@@ -244,7 +244,7 @@ class Members:
         return renew(owner, shown.delegation, member, run=self.run, ends_s=ends_s) if shown is not None else b""
 
     def take_renewed(self, certificate: bytes, me: PeerID) -> None:
-        """Use `certificate` as our own from now on. Raises: RemoteError: it is not for us, or is of another invite."""
+        """Use `certificate` as our own from now on. Raises: RemoteError: it is another member's or invite's."""
         renewed = open_certificate(certificate, run=self.run, owner=self.owner, member=me)
         if renewed.delegation.key != self._own_invite:
             raise RemoteError(me, "showed a certificate of another invite")
@@ -265,9 +265,9 @@ class Members:
         return shown.delegation.access_level
 
     def _in_use(self, peer: PeerID) -> Certificate | None:
-        """Return the certificate of `peer` that grants the highest level; of equal ones, that of the invite shown last.
+        """Return the certificate of `peer` that grants the highest level; of several such, the one shown last.
 
-        A peer may first observe and later train, or the reverse; it then keeps the permission to train.
+        A peer that may train keeps that permission if it later shows an observer's certificate.
         """
         held = reversed(self._shown.get(peer, {}).values())
         return max(held, key=lambda shown: self._gives(peer, shown), default=None)
@@ -275,11 +275,11 @@ class Members:
     # --- exclusion ---
 
     def excludes_us(self, me: PeerID) -> bool:
-        """True if we, or all members of our invite, are excluded."""
+        """True if our own key, or our invite (so all of its members), is excluded."""
         return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
     def exclude(self, excluded: Excluded) -> None:
-        """Replace the excluded keys: these keys, and the members of excluded invites, are strangers from now on."""
+        """Replace the excluded keys: peers with these keys, and members of excluded invites, become strangers."""
         before, self.excluded = self.excluded, excluded
         if not before.keys >= excluded.keys:
             for callback in self.on_exclusion:

@@ -6,7 +6,7 @@ inference client with the stages. Peers share no clock, so messages carry durati
 
 In all messages `era` is a training generation and `version` a number of committed steps in it. In answers `term` is the
 highest leadership term that the sender has granted or obeyed, and `live` the sender's live plan (the one in force).
-`live` is empty if the sender has none; in TermGrant and PlanVote also if the requester's is as new.
+`live` is empty if the sender has no live plan; in TermGrant and PlanVote also if the requester's plan is as new.
 
 This file is long so that everything that may cross the wire can be read in one place.
 """
@@ -28,8 +28,8 @@ class EraMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """A message about one era's training. `Endpoint` writes the sender's era and revision into it, and refuses messages
     of another era or revision.
 
-    A new era begins when the run restores a snapshot because a layer has lost all holders, or when the layout changes;
-    versions grow within an era.
+    A new era begins when the run restores a snapshot because a layer has lost all holders, or when the layout changes.
+    Versions grow only within an era.
     """
 
     era: int = 0
@@ -127,7 +127,7 @@ class Holding(_Part, frozen=True):
 
 
 class PaceMark(_Part, frozen=True, array_like=True):
-    """All steps up to `step` were committed `age_s` ago; `num_steps` and `tokens` count from the previous mark."""
+    """All steps up to `step` were committed `age_s` ago; `num_steps` and `tokens` count from the previous PaceMark."""
 
     era: int
     step: int
@@ -194,8 +194,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class HeartbeatReply(_Message, frozen=True):
-    """Answers a Heartbeat. `plan` is the live plan as a link, the plan with its votes (`SignedPlan.link`), so that the
-    receiver can check the votes. It is empty if the sender of the heartbeat obeys this plan already."""
+    """Answers a Heartbeat. `plan` is the live plan with its votes (`SignedPlan.link`), so that the receiver can check
+    the votes. `plan` is empty if the sender of the heartbeat obeys this plan already."""
 
     coordinator: PeerID
     term: int
@@ -234,7 +234,7 @@ class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
 
 
 class TermGrant(_Message, frozen=True):
-    """Answers a TermRequest. If it grants the term, its sender votes no more for plans of lower terms, nor for plans of
+    """Answers a TermRequest. A member that grants the term votes no more for plans of lower terms, nor for plans of
     other candidates in this term."""
 
     granted: bool
@@ -259,7 +259,7 @@ class PlanOffer(_Message, frozen=True):
 
 
 class PlanVote(_Message, frozen=True):
-    """Answers a PlanOffer. `signature` is the vote: a statement about the offer's term and plan, published with it."""
+    """Answers a PlanOffer. The vote is `signature`, over the offer's term and plan; it is published with the plan."""
 
     accepted: bool
     reason: str = ""
@@ -276,21 +276,21 @@ class PlanLive(_Message, frozen=True):
 
 
 class ChainRequest(_Message, frozen=True, rename={"override_epoch": "reign"}):
-    """Asks for the live plans after the plan with digest `after`, which the sender obeys; empty: it knows no plan."""
+    """Asks for the live plans after the sender's plan, which has digest `after`; empty: the sender has no plan."""
 
     after: str
     override_epoch: int
 
 
 class ChainLinks(_Message, frozen=True):
-    """Answers a ChainRequest: the live plans after the requested one with their votes (links), oldest first, as many as
-    fit; if the sender lacks the requested plan, its last two."""
+    """Answers a ChainRequest: the live plans after the requested plan, with their votes (links), oldest first, as many
+    as fit. If the sender lacks the requested plan, it sends its two newest links."""
 
     links: tuple[bytes, ...]
 
 
 class Exclude(_Message, frozen=True):
-    """An exclusion order (`exclusion.py`), or one vote for such an order."""
+    """Carries an exclusion order (`exclusion.py`), or one vote for such an order."""
 
     order: bytes
 
@@ -306,8 +306,8 @@ class Renewed(_Message, frozen=True):
 
 
 class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
-    """A coordinator transfers the leadership to its successor at the end of its term, with what it knows of the run.
-    `roster` lists the living peers, for the successor's first plan."""
+    """A coordinator whose term ends transfers the leadership, and what it knows of the run, to its successor. `roster`
+    lists the living peers, for the successor's first plan."""
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
@@ -365,7 +365,7 @@ class ArrivalStatistics(_Part, frozen=True, array_like=True):
 
 
 class UnreachablePair(_Part, frozen=True, array_like=True):
-    """Two peers that cannot reach each other, though others reach both."""
+    """Two peers that cannot reach each other, though other peers reach both."""
 
     one: PeerID
     other: PeerID
@@ -385,12 +385,12 @@ class Leave(_Message, frozen=True):
 
 
 class StandingRequest(_Message, frozen=True):
-    """Asks for the receiver's plan, place and version: sent by `shoal recover`, by voters that check a plan, or by
-    observers."""
+    """Asks for the receiver's live plan, its stage in that plan, and its version. Senders are `shoal recover`, voters
+    that check a plan, and observers."""
 
 
 class Standing(_Message, frozen=True, kw_only=True):
-    """Answers a StandingRequest with the sender's live plan, place and version."""
+    """Answers a StandingRequest with the sender's live plan, its stage in that plan, and its version."""
 
     live: bytes
     term: int
@@ -406,8 +406,8 @@ class Standing(_Message, frozen=True, kw_only=True):
 
 
 class Reset(_Message, frozen=True, kw_only=True):
-    """The owner permits the receiver to make the plan after `live` without votes, for the peers in `roster` alone: too
-    few members of `live` are left for a majority."""
+    """The owner permits the receiver to make the next plan after `live` without votes, for the peers in `roster` alone,
+    since too few members of `live` are left for a majority."""
 
     mandate: bytes
     live: bytes
@@ -443,7 +443,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):
-    """One expert of all layers of a stage with placed experts."""
+    """Status of one expert in a stage with placed experts; the expert spans all layers of the stage."""
 
     stage: int
     expert: int
@@ -456,7 +456,7 @@ class ExpertStatus(_Part, frozen=True, omit_defaults=True):
 
 
 class PlanNote(_Part, frozen=True, array_like=True):
-    """One plan of the chain, in words for people."""
+    """Describes one of the run's plans in words for people."""
 
     term: int
     sequence: int
@@ -468,7 +468,7 @@ class PlanNote(_Part, frozen=True, array_like=True):
 
 
 class FailureRecord(_Part, frozen=True, array_like=True):
-    """One peer's reliability, as coordinators have seen it."""
+    """How often coordinators have lost one peer."""
 
     peer: PeerID
     failures: float
@@ -532,21 +532,21 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class PastCommit(_Part, frozen=True, array_like=True):
-    """A commit of one of the sender's groups."""
+    """A past commit (optimizer step) of one of the sender's groups."""
 
     seconds_ago: float
     report: CommitReport
 
 
 class PastValidation(_Part, frozen=True, array_like=True):
-    """A validation that the sender led."""
+    """A past validation that the sender led."""
 
     seconds_ago: float
     report: ValidationReport
 
 
 class HistoryRequest(_Message, frozen=True):
-    """Asks a peer for the commits and validations that it remembers, from the given (era, version) on."""
+    """Asks for the commits and validations that the receiver remembers, from the given (era, version) on."""
 
     commits_from: tuple[int, int]
     validations_from: tuple[int, int]
@@ -564,7 +564,7 @@ class History(_Message, frozen=True):
 
 
 class ExpertPlace(_Part, frozen=True, array_like=True):
-    """The sender's place in a group of expert holders. The fields mean the same as in `PresenceUpdate`."""
+    """The sender's state in one group of expert holders. The fields mean the same as in `PresenceUpdate`."""
 
     group: int
     incarnation: int
@@ -575,8 +575,8 @@ class ExpertPlace(_Part, frozen=True, array_like=True):
 
 
 class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename={"learner": "light"}):
-    """Tells the sender's group and both neighbouring stages that its place or readiness has changed. The answer is a
-    PresenceUpdate, too."""
+    """Tells the sender's group and both neighbouring stages that the sender's stage or readiness has changed. The
+    answer is also a PresenceUpdate."""
 
     incarnation: int
     """A number that grows with every start of the sender's process and every stage that it enters. With a new number
@@ -648,8 +648,8 @@ class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
 
 class RoundEnded(EraMessage, frozen=True):
     """The sender has the reduced gradient of `step` from this attempt. Sent if embedding and head are tied: the sender
-    then waits for the gradient of the pipeline's other end (`peer/group/tied.py`). A receiver that answers promises to
-    join no other attempt."""
+    then waits for the gradient of the pipeline's other end (`peer/group/tied.py`). By answering, the receiver promises
+    to join no other attempt at `step`."""
 
     stage: int
     step: int
@@ -657,7 +657,7 @@ class RoundEnded(EraMessage, frozen=True):
 
 
 class Digest(EraMessage, frozen=True):
-    """The digest of the sender's state after the step to `version`."""
+    """The digest of the sender's state at `version`."""
 
     stage: int
     version: int
@@ -665,8 +665,8 @@ class Digest(EraMessage, frozen=True):
 
 
 class Attestation(EraMessage, frozen=True):
-    """The sender's signature on its group's state at `version`, which other peers may forward. Holders send it to each
-    other while a newcomer joins, since a newcomer accepts only state that most holders have signed."""
+    """The sender's signature on its group's state at `version`; other peers may forward it. Holders exchange these
+    signatures while a newcomer joins, since a newcomer accepts only state that most holders have signed."""
 
     stage: int
     version: int
@@ -693,8 +693,8 @@ class Grant(EraMessage, frozen=True):
 
 
 class Repair(EraMessage, frozen=True):
-    """A group's leader tells stage 0 that its stage has lost a replica, and with it the gradients of these microbatches
-    of `step`. The microbatches run again; a peer that still holds their gradient does not add it a second time."""
+    """A group's leader tells stage 0 that the group has lost a replica, and so the gradients of these microbatches of
+    `step`. The microbatches run again; a peer that still holds their gradient does not add that gradient again."""
 
     step: int
     indices: bytes
@@ -708,7 +708,7 @@ class Again(EraMessage, frozen=True):
 
 class Reject(EraMessage, frozen=True, tag="HandBack"):
     """The sender, a member of `stage`, rejects microbatches because it pauses or lags: (step, index, True if the
-    microbatch may have run). The peer that sent them now sends them to another replica; those of stage 0 go back to its
+    microbatch may have run). The peer that sent them tries another replica; those of stage 0 go back to that stage's
     leader."""
 
     stage: int
@@ -719,7 +719,7 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True, rename={"retried": "agai
     """A member of `stage` tells an expert holder that it has finished a microbatch: the holder now has all gradients of
     the microbatch for these experts.
 
-    The holder refuses if it lacks a part; another holder then gets the whole microbatch.
+    The holder refuses if it lacks some of the gradients; another holder then gets the whole microbatch.
     """
 
     stage: int
@@ -747,8 +747,8 @@ class ValidationResult(EraMessage, frozen=True):
 
 
 class StateRequest(EraMessage, frozen=True):
-    """Asks the receiver to keep (pin) its current version of `layers`, or `version` if it still has it, and to describe
-    this version."""
+    """Asks the receiver to keep (pin) and describe one version of `layers`: `version` if the receiver still has it,
+    else its current version."""
 
     layers: tuple[str, ...]
     version: int = -1
@@ -765,7 +765,7 @@ class StateRequest(EraMessage, frozen=True):
 
 
 class StateOffer(EraMessage, frozen=True):
-    """Answers a StateRequest: a version, pinned for `pinned_s` from each request on, and a digest for each layer."""
+    """Answers a StateRequest: the version that each request pins for another `pinned_s`, and a digest per layer."""
 
     version: int
     digests: tuple[tuple[str, str], ...]
@@ -777,8 +777,8 @@ class StateOffer(EraMessage, frozen=True):
 
 
 class Keep(EraMessage, frozen=True):
-    """Asks the receiver to copy the sender's layers to its disk, in case the sender's whole stage dies. The answer does
-    not wait for the copy."""
+    """Asks the receiver to copy the sender's layers to the receiver's disk, in case the sender's whole stage dies. The
+    answer does not wait for the copy."""
 
     version: int
     layers: tuple[str, ...]
@@ -787,7 +787,7 @@ class Keep(EraMessage, frozen=True):
 class Halt(EraMessage, frozen=True):
     """The sender, the only holder of its layers, leaves: the leader of stage 0 is to begin no further step for a while.
 
-    `at_once`: the leader also grants no more microbatches of the present step, which then is not committed.
+    `at_once`: the leader also grants no more microbatches of the present step, so that step is not committed.
     """
 
     at_once: bool = False
@@ -800,14 +800,14 @@ class Halted(_Message, frozen=True):
 
 
 class Save(EraMessage, frozen=True):
-    """Asks the receiver to save its layers at `version`, which every stage is about to reach, and then to answer."""
+    """Asks the receiver to answer once it has saved its layers at `version`, which every stage is about to reach."""
 
     version: int
 
 
 class Saved(_Message, frozen=True):
-    """Answers a Save: the sender's layers are on disk at `version`. If that is below the requested version, the sender
-    has not reached the requested one yet."""
+    """Answers a Save: the sender's layers are on disk at `version`. If `version` is below the requested one, the sender
+    has not reached the requested version yet."""
 
     version: int
 
@@ -834,8 +834,8 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
 class ReducedRequest(EraMessage, frozen=True):
     """A newcomer that catches up asks for the reduced gradient of `step`, as BULK frames, as soon as it exists.
 
-    The answer is a `Digest`. If its version is above `step`, the gradient follows. If it is `step`, only those pieces
-    follow that the open round sends to the newcomer anyway. If it is below, nothing follows.
+    The answer is a `Digest`. If the Digest's version is above `step`, the gradient follows. If it equals `step`, only
+    the pieces follow that the open round sends to the newcomer anyway. If it is below `step`, nothing follows.
     """
 
     stage: int
@@ -843,7 +843,7 @@ class ReducedRequest(EraMessage, frozen=True):
 
 
 class TiedRequest(EraMessage, frozen=True):
-    """Asks for the reduced gradient, of `step`, of the matrix that embedding and head share, as soon as it exists."""
+    """Asks for the shared embedding and head matrix's reduced gradient of `step`, as soon as it exists."""
 
     stage: int
     step: int
@@ -853,7 +853,7 @@ class TiedRequest(EraMessage, frozen=True):
 
 
 class TiedOffer(EraMessage, frozen=True):
-    """Answers TiedRequest; the gradient follows as frames. `is_whole`: it is the sum of both ends' gradients."""
+    """Answers TiedRequest; the gradient follows as frames. `is_whole`: that is the sum over both ends."""
 
     is_whole: bool
     form: WireFormat = "fp32"
@@ -903,13 +903,13 @@ class InferenceOutput(EraMessage, frozen=True, kw_only=True):
 
 
 class Ping(_Message, frozen=True):
-    """Measures a round trip; `pad` is sent back."""
+    """Measures a round trip; the receiver sends `pad` back."""
 
     pad: bytes = b""
 
 
 class PingRequest(_Message, frozen=True):
-    """The coordinator, which cannot reach `peer`, asks another member to ping `peer` and to return the answer."""
+    """A coordinator that cannot reach `peer` asks another member to ping `peer` and to return the answer."""
 
     peer: PeerID
 
@@ -921,7 +921,7 @@ class ProbeTogether(_Message, frozen=True):
 
 
 class Probed(_Message, frozen=True):
-    """Answers a ProbeTogether: for each link (bytes that arrived, seconds to the last byte). Empty: declined."""
+    """Answers a ProbeTogether: for each link (bytes that arrived, seconds to the last byte). Empty: refused."""
 
     arrived: tuple[tuple[int, float], ...]
 
@@ -933,7 +933,7 @@ class Done(_Message, frozen=True):
 class Refusal(_Message, frozen=True):
     """The sender understood the message and declines; `reason` is a sentence for people.
 
-    `keeps_out`: the sender takes the receiver for a stranger, and so would refuse any message of it.
+    `keeps_out`: the sender takes the receiver for a stranger, and would refuse any message from it.
     """
 
     reason: str
@@ -989,7 +989,7 @@ class Gradient(EraMessage, frozen=True):
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     """Tokens of one microbatch in one layer, sent to a holder of some experts of that layer. Payload: the tokens [N, D]
-    in the wire dtype, grouped by expert; in a backward then the gradients [N, D] of the experts' outputs."""
+    in the wire dtype, grouped by expert; in a backward also the gradients [N, D] of the experts' outputs."""
 
     stage: int
     """The sender's stage, to which the experts belong."""
@@ -1006,7 +1006,7 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
 
 
 class ExpertOutput(EraMessage, frozen=True, kw_only=True):
-    """Answers ExpertTokens with the outputs [N, D], in a backward with the tokens' gradients."""
+    """Answers ExpertTokens with the experts' outputs [N, D]; in a backward, with the tokens' gradients [N, D]."""
 
     stage: int
     incarnation: int
@@ -1079,7 +1079,7 @@ class ReducedChunk(EraMessage, frozen=True):
 
 
 class TiedChunk(EraMessage, frozen=True):
-    """Elements [start, start + n) of the reduced gradient, of `step`, of the matrix that embedding and head share."""
+    """Elements [start, start + n) of the shared embedding and head matrix's reduced gradient of `step`."""
 
     stage: int
     step: int
@@ -1120,7 +1120,7 @@ class AdvertRecord(_Message, frozen=True):
 
 
 class PlanHead(_Message, frozen=True):
-    """The newest plan of the chain, by which a newcomer finds the coordinator."""
+    """The run's newest plan, by which a newcomer finds the coordinator."""
 
     term: int
     sequence: int

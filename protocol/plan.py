@@ -1,12 +1,12 @@
 """Plans: which peers hold which layers; each plan is one link of a signed chain. Pure.
 
 A plan contains its leadership term, its sequence number and the hash of the plan before it, and is signed by the term's
-coordinator. Peers store the highest plan that they have seen and refuse lower ones, such as replays, or plans of a
+coordinator. Peers store the highest plan that they have seen and refuse lower plans, such as replays and plans of a
 deposed coordinator.
 
-A plan becomes *live* by a majority of votes, or by a mandate: the owner's signed permission. A live plan travels
-together with its proof: as a *link* with the votes of its predecessor's electors (the members that vote; `PlanProof`),
-or with the mandate. Checking the votes needs the predecessor; `coordinator.chain` does it.
+A plan becomes *live* by a majority of votes, or by a mandate: the owner's signed permission. A live plan travels with
+its mandate, or with the votes of its predecessor's electors, the members that vote (`PlanProof`); plan and votes are a
+*link*. `coordinator.chain` checks the votes, for which it needs the predecessor.
 """
 
 import math
@@ -40,8 +40,8 @@ from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A member of a stage or expert group. `share` is its relative share of the group's microbatches, `bandwidth` its
-    relative share of the reduction's work; both are > 0."""
+    """A member of a stage or expert group. `share` is its relative share of the group's microbatches, `bandwidth` that
+    of the reduction's work; both are > 0."""
 
     peer: PeerID
     share: float
@@ -171,17 +171,17 @@ class Plan(
 
     @cached_property
     def groups_on_roll(self) -> tuple[tuple[PeerID, ...], ...]:
-        """The members on the roll, grouped by invite."""
+        """The members that have a vote (`roll`), grouped by invite."""
         members = self.members
         return tuple(tuple(members[at] for at in group) for group in self.roll) or tuple((peer,) for peer in members)
 
     @cached_property
     def electors(self) -> tuple[PeerID, ...]:
-        """The members that vote on the next plan: all on the roll, in the order of `members`; in a large swarm some of
-        these, drawn by lot, so that their signatures fit into a message.
+        """The members that vote on the next plan, in the order of `members`: all on the roll; in a large swarm a part,
+        drawn by lot, so that the signatures fit into a message.
 
-        The lot depends on `previous` alone, which neither this plan's coordinator nor the next one can choose. If each
-        ballot had its own lot, two majorities could have no elector in common.
+        The lot depends on `previous` alone, which neither this plan's nor the next coordinator can choose. With a new
+        draw for each ballot, two majorities might have no elector in common.
         """
         on_roll = {peer for group in self.groups_on_roll for peer in group}
         electors = tuple(peer for peer in self.members if peer in on_roll)
@@ -194,9 +194,8 @@ class Plan(
     def weights(self) -> dict[PeerID, int]:
         """Elector -> relative weight of its vote.
 
-        Electors of one invite are a group. A group's weight is its number of electors; but with three groups or more no
-        group has more than a third of all weight. With two groups there is no such cap, so that the run survives the
-        loss of its owner.
+        Electors of one invite are a group. A group's weight is its number of electors, but with three groups or more at
+        most a third of all weight. With two groups there is no cap, so that the run survives the loss of its owner.
         """
         electors = frozenset(self.electors)
         groups = [found for group in self.groups_on_roll if (found := [peer for peer in group if peer in electors])]
@@ -215,9 +214,9 @@ class Plan(
         return peer in self._everybody
 
     def dropped_since(self, before: "Plan") -> list[PeerID]:
-        """Return the members of `before` that this plan or one in between removed, even if they have a place again.
+        """Return the members of the older plan `before` that a plan since then removed, even if they are back.
 
-        A spare without experts counts as removed, since no field of a plan shows if it was away.
+        A spare without experts counts as removed, since no field of a plan shows if that spare was away.
         """
         back = {
             peer
@@ -228,7 +227,7 @@ class Plan(
         return sorted((before._everybody - self._everybody) | back)
 
     def _has_stayed(self, peer: PeerID, before: "Plan") -> bool:
-        """True if one of the peer's groups shows that it was in every plan since `before`."""
+        """True if the peer's entry in one of its groups shows that the peer was in every plan since `before`."""
         seats = self._seats.get(peer, {})
         return any(since <= before.sequence and group in before._seats.get(peer, {}) for group, since in seats.items())
 
@@ -241,7 +240,7 @@ class Plan(
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """Return the sequence of the plan since which `peer` holds its place; this plan's sequence if it holds none."""
+        """Return the sequence of the plan since which `peer` is in its stage; without a stage, this plan's sequence."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
@@ -269,7 +268,7 @@ class Plan(
         return self.experts[group - stages].members if group < stages + len(self.experts) else ()
 
     def sums_of(self, group: int) -> WireFormat | None:
-        """Return the wire format of a group's reductions: that of its stage. None: the plan does not name formats."""
+        """Return the wire format of the reductions in a group's stage; None: the plan names no formats."""
         stages = len(self.stages)
         if self.formats is None or group >= stages + len(self.experts):
             return None
@@ -280,12 +279,12 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; this plan's sequence if it is not."""
+        """Return the sequence of the plan since which `peer` is in the group; if it is not, this plan's."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
     def _seats(self) -> dict[PeerID, dict[int, int]]:
-        """Member -> number of a group -> sequence of the plan since which the member is in that group."""
+        """Member -> group number -> sequence of the plan since which the member is in the group."""
         seats: dict[PeerID, dict[int, int]] = {}
         holders = [entry.members for entry in self.stages] + [entry.members for entry in self.experts]
         for group, members in enumerate(holders):
@@ -300,7 +299,7 @@ class Plan(
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans higher than all it has obeyed."""
+        """(override_epoch, term, sequence), a fencing token: a peer obeys only plans higher than all earlier ones."""
         return (self.override_epoch, self.term, self.sequence)
 
 
@@ -308,7 +307,7 @@ def is_quorum(voters: Collection[PeerID], plan: Plan, owner: PeerID) -> bool:
     """True if `voters` have more than half of the weight of the electors of `plan`.
 
     With exactly half, the side with the owner wins if there are at most four electors. So any two quorums share an
-    elector, and Paxos needs nothing else of its quorums (Gifford, "Weighted voting for replicated data", 1979).
+    elector, as Paxos requires (Gifford, "Weighted voting for replicated data", 1979).
     """
     weights = plan.weights
     twice, total = 2 * sum(weight for peer, weight in weights.items() if peer in voters), sum(weights.values())
@@ -341,7 +340,7 @@ class SignedPlan(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def link(self) -> bytes:
-        """The plan's envelope with its proof: the bytes in which a live plan travels and is stored."""
+        """The plan's envelope with its votes, if any: the bytes (a link) in which a live plan travels and is stored."""
         return _ENCODER.encode((self.envelope, self.proof))
 
 
@@ -349,12 +348,12 @@ _LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
-    """Split a link into (the plan's envelope, its proof), both unchecked. Raises: RemoteError: it is unreadable."""
+    """Split a link into (plan's envelope, votes or None), both unchecked. Raises: RemoteError: it is unreadable."""
     return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
 def vote_body(ballot: int, digest: str) -> bytes:
-    """Return the bytes that an elector signs (as a `vote` statement) to vote for a plan."""
+    """Return the bytes that an elector signs, as a `vote` statement, to vote for a plan."""
     return _ENCODER.encode((ballot, digest))
 
 
@@ -373,8 +372,8 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
 
 
 class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The owner's permission for `coordinator` to make one plan, with these `override_epoch` and `term`, that is live
-    without votes.
+    """The owner's permission for `coordinator` to make one plan that is live without votes. The plan has these
+    `override_epoch` and `term`.
 
     The plan follows the one with digest `previous`. If `era` is above 0, the plan begins that era from the snapshots of
     (`restore_era`, `restore_version`); if it is 0, the plan continues the present era.
@@ -389,7 +388,7 @@ class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
     restore_version: int = 0
 
     def flaw(self, plan: Plan) -> str:
-        """Return why `plan` is not the plan that this mandate permits; empty: it is."""
+        """Return why this mandate does not permit `plan`; empty: it permits `plan`."""
         named = (plan.override_epoch, plan.term, plan.coordinator, plan.previous)
         if named != (self.override_epoch, self.term, self.coordinator, self.previous):
             return "has the mandate for another plan"
@@ -407,7 +406,7 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable or not signed by this run's owner."""
+    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable or not signed by the owner."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
@@ -455,7 +454,7 @@ def open_plan(data: bytes, *, run: str, owner: PeerID, source: PeerID, shape: Pl
 
 
 def plan_flaw(plan: Plan, shape: PlanShape) -> str | None:
-    """Return why the plan is impossible; None: it is possible, and safe to obey whatever its numbers are."""
+    """Return why the plan is impossible; None: the plan is possible, and safe to obey whatever its numbers are."""
     return (
         _numbers_flaw(plan)
         or _peers_flaw(plan)

@@ -1,8 +1,8 @@
 """The five interfaces (ports) through which a driver uses network, directory, device, clock and disk.
 
-`live/` implements them on real machines, `sim/` in a simulation. Drivers are ordinary asyncio programs. Both worlds run
-them on an asyncio event loop (the simulated loop jumps its clock to the next timer), so `asyncio.sleep`, queues and
-timeouts work the same in both.
+`live/` implements them on real machines, `sim/` in a simulation. Drivers are ordinary asyncio programs. `live/` and
+`sim/` both run them on an asyncio event loop (the simulated loop jumps its clock to the next timer), so
+`asyncio.sleep`, queues and timeouts work the same in both.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -26,8 +26,8 @@ async def inline(work: Callable[[], object]) -> object:
 
 
 class Priority(IntEnum):
-    """Order in which a peer's frames to all receivers leave. A gradient frees memory at the stage before, a reduction
-    ends a step, and a newcomer cannot begin without state; copies and probes can wait. Calls go before all frames."""
+    """Order in which a peer sends its frames to all receivers. A gradient frees memory at the preceding stage, a
+    reduction ends a step, a newcomer needs state to begin; copies and probes can wait. Calls go before all frames."""
 
     GRADIENT = 0
     ACTIVATION = 1
@@ -85,7 +85,7 @@ class Transport(Protocol):
 
 
 class Directory(Protocol):
-    """Stores signed records with an expiry, which everyone in the run finds by key and subkey (a DHT)."""
+    """Stores signed records with an expiry (a DHT). Everyone in the run finds a record by its key and subkey."""
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
         """Store a record. Return True if at least one node accepted it; read an important record back to be sure."""
@@ -101,7 +101,7 @@ JobKind = Literal["forward", "backward", "step", "validate", "probe"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timed(Generic[T]):
-    """A job's result, with the times of its begin and end by `Clock`."""
+    """A job's result, with the times by `Clock` at which the job began and ended."""
 
     value: T
     started_s: float
@@ -112,12 +112,13 @@ class Compute(Protocol):
     """Runs jobs on one device, one at a time, in the order of the calls."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run `work` on the device. A simulated device takes the time for `flop` operations. Raises: as `work`."""
+        """Run `work` on the device; a simulated device takes the time for `flop` operations. Raises: errors of
+        `work`."""
         ...
 
     async def run_on_host(self, work: Callable[[], T]) -> T:
         """Run `work` on tensors in host memory (sums, copies, digests, encodings), in parallel with the device's jobs.
-        On the event loop such work would block the loop; as a device job it would wait for the running job.
+        On the event loop this would block the loop; as a device job it would wait for the running job.
 
         Host work runs one at a time, in the order of the calls, and takes no virtual time. Raises: errors of `work`.
         """
@@ -148,7 +149,7 @@ class Disk(Protocol):
     """
 
     def where(self, path: PurePosixPath) -> str:
-        """Return the name of `path` for a message to a person. Never raises."""
+        """Return the text by which messages to people name `path`. Never raises."""
         ...
 
     def read(self, path: PurePosixPath) -> bytes: ...
@@ -156,22 +157,21 @@ class Disk(Protocol):
     def write(self, path: PurePosixPath, data: Payload) -> None:
         """Create or overwrite a file. On return the content is durable; a new file's name is not.
 
-        A crash meanwhile leaves any mixture of old and new content: to avoid that, write a new file and `replace`.
+        A crash during the write leaves any mixture of old and new content: to avoid this, use a new file and `replace`.
         """
         ...
 
     def replace(self, source: PurePosixPath, target: PurePosixPath) -> None:
         """Rename within one folder: atomic (after a crash the old name or the new one), durable after `sync_folder`.
 
-        A file may replace a file; a folder may only take a free name, or that of an empty folder. Raises: ValueError:
-        the paths are in two folders.
+        A file may replace a file; a folder may replace only an empty folder. Raises: ValueError: the folders differ.
         """
         ...
 
     def remove_tree(self, path: PurePosixPath) -> None:
         """Remove a file, or a folder with its content, but not the root; no error if nothing is there.
 
-        This is neither durable nor atomic. A folder that must not be seen half removed is renamed first, and synced.
+        The removal is neither durable nor atomic. If nobody may see it half done, rename the folder first and sync.
         """
         ...
 
@@ -180,14 +180,14 @@ class Disk(Protocol):
         ...
 
     def make_folder(self, path: PurePosixPath) -> None:
-        """Make a folder and its parents if missing. On return all of their names are durable."""
+        """Make a folder and its missing parents. On return the names of all these folders are durable."""
         ...
 
     def sync_folder(self, path: PurePosixPath) -> None:
-        """Make durable which names are in this folder, after files were made, renamed or removed in it."""
+        """Make this folder's list of names durable, after files in it were made, renamed or removed."""
         ...
 
     def lock(self, path: PurePosixPath) -> AbstractContextManager[None]:
-        """Lock the file `path` (made if missing) against all other processes of this machine; wait while another one
-        holds the lock."""
+        """Lock the file `path` (made if missing) against all other processes of this machine; wait while another
+        process holds the lock."""
         ...

@@ -1,9 +1,9 @@
 """Decides which connections are dead, and when to dial which peer again. Pure: the caller passes the time.
 
 Nothing reports that a cable was pulled, a router forgot a connection, or a laptop moved to another network. TCP
-retransmits after 0.2, 0.4, 0.8 ... seconds, so recovery from an outage may take as long again as the outage. A
-connection from a local address that is gone never recovers, though it looks alive for minutes. A new connection takes
-only five round trips. So a connection with one of these signs is dropped, and its peer is dialled until it answers:
+retransmits after 0.2, 0.4, 0.8 ... seconds, so recovery may take as long again as the outage. A connection from a local
+address that no longer exists never recovers, though it looks alive for minutes. A new connection takes only five round
+trips. So a connection with one of these signs is dropped, and its peer is dialled until it answers:
 
 | sign                                                                 | dead connections                          |
 |----------------------------------------------------------------------|-------------------------------------------|
@@ -16,8 +16,7 @@ only five round trips. So a connection with one of these signs is dropped, and i
 | the peer reached us over a third peer (a carrier), so it has no      | all of that peer that are not new         |
 | connection to us (`missed_by`)                                       |                                           |
 
-If one connection of a peer is dead, all of that peer's are dropped: the network daemon might send the next message over
-the dead one.
+If one connection of a peer is dead, all of that peer's are dropped: the daemon might next use the dead one.
 """
 
 import math
@@ -60,7 +59,7 @@ LINGER_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """One connection as the kernel sees it."""
+    """The kernel's figures of one connection."""
 
     is_owed: bool
     """True if sent data is not acknowledged yet."""
@@ -95,10 +94,10 @@ class Todo:
 
 @dataclass(slots=True)
 class Reconnection:
-    """Tracks the connections to the peers to which we want to be connected.
+    """Tracks our connections to the peers to which we want to stay connected.
 
     Args:
-        goes_first: returns True if we dial first when both we and the given peer have lost the other.
+        goes_first: returns True if we dial before the given peer when both ends have lost their connections.
         rng: for jitter.
     """
 
@@ -124,12 +123,12 @@ class Reconnection:
         return peer in self._absent
 
     def may_be_there(self, peer: PeerID) -> bool:
-        """True if waiting for an absent peer makes sense: the last dial of it was not refused."""
+        """True if waiting for an absent peer makes sense: our last dial of the peer was not refused."""
         absence = self._absent.get(peer)
         return absence is not None and absence.last is not DialOutcome.REFUSED
 
     def is_untried(self, peer: PeerID) -> bool:
-        """True if an absent peer has not been dialled yet, and it is our turn to dial."""
+        """True if we have not dialled an absent peer yet, and it is our turn to dial."""
         absence = self._absent.get(peer)
         return absence is not None and not absence.tries and absence.dial_at_s <= absence.since_s
 
@@ -146,8 +145,8 @@ class Reconnection:
         self._unanswered[peer] = self._unanswered.get(peer, 0) + 1
 
     def missed_by(self, peer: PeerID, now_s: float) -> bool:
-        """Record that the peer has no connection to us, since it used a carrier. Returns: True if our connections to it
-        are dead. New connections are not: the peer may have chosen the carrier before they existed."""
+        """Record that the peer has no connection to us, since it used a carrier (a third peer). Return True if our
+        connections to the peer are dead. New ones are not: the peer may have chosen the carrier before they existed."""
         _, since_s = self._unchanged.get(peer, (frozenset(), math.inf))
         if now_s < since_s + FRESH_S or self.is_fresh(peer, now_s):
             return False
@@ -155,7 +154,7 @@ class Reconnection:
         return True
 
     def refused(self, peer: PeerID, now_s: float) -> None:
-        """Record that the network daemon dialled a peer by itself and was refused."""
+        """Record that the network daemon itself dialled a peer and was refused."""
         if peer not in self._absent:
             self.lost(peer, now_s)
         if peer in self._absent:
@@ -174,7 +173,7 @@ class Reconnection:
         """Return the connections to drop and the peers to dial now.
 
         Args:
-            connections: peer -> connection name -> the kernel's figures of the connection; None: it shows none.
+            connections: peer -> connection name -> the kernel's figures; None: the kernel shows none.
             known: peers with a known address.
             gone: addresses that this machine no longer has.
             stood_still_s: seconds for which this process has just stood still.
@@ -241,7 +240,7 @@ class Reconnection:
 
         Args:
             pause_s: seconds in which we do not dial, since the peer is expected to dial us.
-            found_by_both: the peer notices the loss, too, and will dial us.
+            found_by_both: the peer also notices the loss, and will dial us.
             is_our_move: our own address has changed.
         """
         self._unanswered.pop(peer, None)
@@ -269,7 +268,7 @@ class Reconnection:
 
         Args:
             outcome: None if no address was dialled (no network, or libp2p still waits after an earlier failure).
-        Returns: the outcome; for None, that of the last dial that was made.
+        Returns: `outcome`; if it is None, the outcome of the last dial that was made.
         """
         self._dialled.discard(peer)
         absence = self._absent.get(peer)
@@ -291,6 +290,6 @@ class Reconnection:
 
 
 def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
-    """Return True if we dial first when both ends have lost the other. If only one end can be dialled (`ours`: we can,
-    `theirs`: the peer can), the other end dials; else the end with the lower PeerID."""
+    """Return True if we dial first when both ends have lost their connections. If only one end can be dialled (`ours`:
+    we can, `theirs`: the peer can), the other end dials first; else the end with the lower PeerID."""
     return theirs if ours != theirs else me < peer

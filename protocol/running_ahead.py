@@ -1,11 +1,11 @@
 """Models how many steps ahead of its weights' version a pipeline should begin microbatches, to reach a loss soonest.
-Stage 0 decides by this model (`peer/replica/flow.py`), and the coordinator predicts step times with it
+Stage 0 decides by this model (`peer/replica/flow.py`), and the coordinator predicts step times by it
 (`coordinator/cost/throughput.py`). Pure.
 
 **The model.** A stage-0 replica makes M microbatches of each step. Its full pipeline returns them at r a second, so a
 step's work takes W = M / r. After the replica's last microbatch of a step has begun, the next version takes another
 R + C seconds: R is the empty pipeline's round trip, C the longest commit of any stage (`CommitTimes`). In this time,
-less that of one microbatch, the devices have no work of that step:
+less the 1 / r of one microbatch, the devices have no work of that step:
 
     idle = R - 1 / r + C
 
@@ -54,7 +54,7 @@ GAIN_STEP = 0.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Measurements of one stage-0 replica."""
+    """Figures that one stage-0 replica has measured."""
 
     rate_per_s: float
     """Microbatches of this replica that return per second while the pipeline is full, > 0."""
@@ -70,7 +70,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return a lower bound of the fraction of the open step that is back when a stale microbatch begins."""
+        """Return a lower bound of the fraction of the open step that has returned when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
@@ -82,7 +82,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:
-    """How far stage 0 runs ahead, and the expected result."""
+    """How many steps stage 0 runs ahead, with the expected step time and staleness."""
 
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
@@ -99,7 +99,7 @@ def busy(gain: float) -> float:
 
 
 def expected(measured: Measured, steps_ahead: int, gain: float) -> Choice:
-    """Return the model's result for (k, g)."""
+    """Return the model's step time and staleness for k = `steps_ahead` and g = `gain`."""
     work_s, idle_s = measured.work_s, measured.idle_s
     if steps_ahead == 0:
         return Choice(steps_ahead=0, gain=gain, step_s=work_s + idle_s, staleness_steps=0.0)
@@ -124,10 +124,10 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the choice with the shortest time to a loss; of equal choices the one with more steps ahead.
+    """Return the choice with the shortest time to a given loss; of equal choices, that with more steps ahead.
 
     Args:
-        s_max: most steps that a microbatch may be ahead.
+        s_max: the most steps that a microbatch may run ahead of its weights.
         price: the price of staleness (`protocol.staleness.price_of`).
         gain_max: largest g, >= 1.
     """

@@ -1,7 +1,7 @@
-"""The functions that sign and check envelopes, plans and statements, as one replaceable object.
+"""Groups the functions that sign and check envelopes, plans and statements in one replaceable object.
 
-`sim/trust.py` replaces it in simulations of a thousand peers, where signatures would only cost time. Code that listens
-to a real network must use `SEALS`.
+`sim/trust.py` replaces this object in simulations of a thousand peers, where signatures would only cost time. Code that
+listens to a real network must use `SEALS`.
 """
 
 from shoal.protocol.envelope import seal, unseal
@@ -10,7 +10,7 @@ from shoal.protocol.statement import sign_statement, statement_holds
 
 
 class Seals:
-    """The functions with real cryptography. A subclass may replace each of them."""
+    """Signs and checks with real cryptography. A subclass may replace each function."""
 
     seal = staticmethod(seal)
     unseal = staticmethod(unseal)

@@ -176,12 +176,12 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def whole(self) -> "ModelSpec":
-        """This model without its subspace: the same function, with matrices that write into all of `dim`."""
+        """The spec of the same function without a subspace: its matrices write into all of `dim`."""
         return msgspec.structs.replace(self, subspace=0) if self.subspace else self
 
     @property
     def written_width(self) -> int:
-        """Number of values per token that a layer adds to the residual stream, and that stages exchange."""
+        """Number of values per token that a layer adds to the residual stream; stages exchange as many."""
         return self.subspace or self.dim
 
     @property
@@ -285,12 +285,12 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def leaves_out_targets(self) -> bool:
-        """True if training leaves out some tokens, so that microbatches differ in their number of targets."""
+        """True if training leaves out some targets, so that microbatches differ in their number of targets."""
         return self.has_chats or self.masks_documents
 
     @property
     def each(self) -> tuple["DataSpec", ...]:
-        """The sources, each as a `DataSpec` with a single source."""
+        """One `DataSpec` with a single source for each data source."""
         if not self.sources:
             return (self,)
         masks = self.masks_documents
@@ -305,7 +305,7 @@ class DataSpec(_Section, frozen=True):
         )
 
     def found_at(self, sources: tuple[str, ...]) -> "DataSpec":
-        """Return this spec with other places of its sources. Args: sources: one path or name for each source."""
+        """Return this spec with new locations of its sources. Args: sources: one path or name for each source."""
         if not self.sources:
             return msgspec.structs.replace(self, source=sources[0])
         moved = zip(self.sources, sources, strict=True)
@@ -315,7 +315,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """The digest of each source; empty: the digests are not known yet."""
+        """One digest for each source; an empty tuple: the digests are not known yet."""
         return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
 
     @property
@@ -409,12 +409,12 @@ class TrainingSpec(_Section, frozen=True):
 
     @property
     def recomputes(self) -> bool:
-        """True if a backward repeats its forward, to save memory or because the compensation wants newer weights."""
+        """True if a backward repeats the forward, to save memory or because the compensation wants newer weights."""
         return self.keep != "stash" or self.wants_newer_weights
 
     @property
     def wants_newer_weights(self) -> bool:
-        """True if the compensation runs a microbatch's backward with newer weights than its forward."""
+        """True if the compensation runs a microbatch's backward with newer weights than the forward had."""
         return self.compensation in ("none", "spectrain")
 
 
@@ -465,7 +465,7 @@ class SwarmSpec(_Section, frozen=True):
 
     @property
     def stages_max(self) -> int | None:
-        """Upper bound of the number of stages; None: there is none."""
+        """Upper bound of the number of stages; None: no bound."""
         return None if self.stages == AUTO_STAGES else self.stages
 
     def stages_for(self, num_peers: int) -> int | None:
@@ -497,14 +497,14 @@ class WireSpec(_Section, frozen=True):
         return AUTO_ACTIVATIONS if self.activations == "auto" else (self.activations,)
 
     def backward_of(self, activations: WireFormat) -> WireFormat:
-        """Return the format of the gradients of activations that travel in format `activations`."""
+        """Return the wire format of activation gradients, if activations have the wire format `activations`."""
         if self.activation_gradients is not None:
             return self.activation_gradients
         return "hadamard6" if activations in ("hadamard5", "hadamard4", "hadamard3") else activations
 
     @property
     def tokens(self) -> Literal["fp32", "bf16"]:
-        """Format of the token rows that travel to placed experts and back."""
+        """Wire format of the token rows that travel to placed experts and back."""
         return "fp32" if self.activations == "fp32" else "bf16"
 
 
@@ -568,8 +568,8 @@ class AdapterSpec(_Section, frozen=True):
 
 
 class ContinuedSpec(_Section, frozen=True):
-    """One continuation of the run: its first step, and the settings of the steps before. `shoal continue` writes this
-    table; the learning rates of all steps follow from it."""
+    """One continuation of the run: its first step, and the settings of the steps before that. `shoal continue` writes
+    this table; the learning rates of all steps follow from these tables."""
 
     at: int
     """The first step of the continuation."""
@@ -656,8 +656,8 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def labels_bytes(self) -> int:
-        """Bytes that travel with a microbatch's activation (`peer/pipeline/wire.py`), as numbers of four bytes: the
-        targets; their weights if training leaves some out; in a subspace model also the tokens that the targets do not
+        """Bytes of four-byte numbers that travel with a microbatch's activation (`peer/pipeline/wire.py`): the targets;
+        if training leaves some out, the targets' weights; in a subspace model, the tokens that the targets do not
         determine."""
         tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
         of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
@@ -670,7 +670,7 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def recomputes_by_layer(self) -> bool:
-        """True if a backward recomputes layer by layer. With placed experts it recomputes the whole stage."""
+        """True if a backward recomputes layer by layer; with placed experts it recomputes the whole stage instead."""
         training = self.training
         return training.keep == "layers" and not training.wants_newer_weights and not self.swarm.expert_slots
 
@@ -680,12 +680,12 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def revision(self) -> int:
-        """Number of continuations. Of two specs of one run, the one with the higher revision applies."""
+        """Number of continuations. If a peer knows two specs of one run, the spec with the higher revision applies."""
         return len(self.continued)
 
     @property
     def synchronous_steps(self) -> int:
-        """Number of synchronous steps at the run's start."""
+        """Number of synchronous steps with which the run starts."""
         steps = self.training.synchronous_steps
         optimizer = self.optimizer
         return synchronous_steps(optimizer.name, warmup_steps=optimizer.warmup_steps) if steps is None else steps
@@ -747,12 +747,12 @@ _REPLACED = {
 
 
 def encode_spec(spec: RunSpec) -> bytes:
-    """Return canonical bytes: equal specs give equal bytes."""
+    """Encode a spec: equal specs give equal bytes."""
     return msgspec.msgpack.encode(_tables(spec))
 
 
 def _tables(spec: RunSpec) -> dict[str, Any]:
-    """Return the tables of a spec as dicts, without fields of `_LATER` at their defaults."""
+    """Return a spec's tables as dicts, without unused tables and without `_LATER` fields that have their defaults."""
     tables: dict[str, Any] = msgspec.to_builtins(spec)
     for table, fields in _LATER.items():
         for name in fields:
@@ -777,18 +777,18 @@ def decode_spec(data: bytes) -> RunSpec:
 
 
 def spec_complaint(error: Exception) -> str:
-    """Return one line about the error in a spec; for a field that was removed, also what replaces it."""
+    """Return one line about the error in a spec. For a removed field it also names the replacement."""
     instead = [advice for name, advice in _REPLACED.items() if f"unknown field `{name}`" in str(error)]
     return "; ".join([complaint(error, RunSpec), *instead])
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """Return the run's id, 16 hex digits: all revisions of a spec have the same id, any other spec or owner another."""
+    """Return the run's id, 16 hex digits. A spec's revisions share one id; another spec or owner has another."""
     return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
 
 
 def unchanging_bytes(spec: RunSpec) -> bytes:
-    """Return canonical bytes of the fields that a continuation cannot change."""
+    """Encode the fields that a continuation cannot change: equal fields give equal bytes."""
     tables = _tables(spec)
     tables.pop("continued", None)
     for table, fields in _CHANGING.items():
@@ -798,7 +798,7 @@ def unchanging_bytes(spec: RunSpec) -> bytes:
 
 
 def continued_spec(spec: RunSpec, wanted: RunSpec, *, at: int) -> RunSpec:
-    """Return the next revision of `spec`: from step `at` on it has the changeable fields of `wanted`.
+    """Return the next revision of `spec`. From step `at` on, the changeable fields have the values in `wanted`.
 
     Returns: the revision; `spec` itself if `wanted` changes nothing.
     Raises: ValueError: the run cannot be continued in this way.

@@ -1,18 +1,19 @@
 """Models how many more steps a run needs because of staleness. The pipeline and the coordinator share this model. Pure.
 
 A run with microbatches that are s steps stale on average needs 1 + price s^power times as many steps to a loss as a
-synchronous run. So the objective is not tokens/s but
+synchronous run. So the aim is not the most tokens/s, but the least
 
     seconds a step x (1 + price s^power)
 
 Price and power depend on the compensation (`training.compensation`). s is the mean over a step's microbatches and over
 the stages, as in commit reports.
 
-The price of `eager` also depends on what a peer has *seen* when a stale microbatch begins: the fraction of its own
-gradients of the open step that are back. With none seen, the price is that of `pipeoptim`; in between, interpolated.
+The price of `eager` also depends on what a peer has *seen* when a stale microbatch begins: the fraction of the peer's
+gradients of the open step that have returned. With none seen, the price is that of `pipeoptim`; the price in between is
+interpolated.
 
 A run that is stale from the first step pays most of the price in its first few steps. So a run begins synchronously
-(`synchronous_steps`), and the prices hold for the steps after that. Muon needs no synchronous steps.
+(`synchronous_steps`), and the prices hold for the later steps. Muon needs no synchronous steps.
 
 Source: ours, from `tests/bench/staleness`; `MEASURED.md` has the figures, and says which prices are guesses.
 """
@@ -25,7 +26,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """Price and power of mean staleness, as in the module's formula."""
+    """Price and power of mean staleness in the factor 1 + price s^power."""
 
     at_one: float
     """Additional steps, as a fraction of all, at a staleness of one step; >= 0."""
@@ -35,7 +36,7 @@ class Price:
     """The price if nothing of the open step was seen; None: the same price."""
 
     def more_steps(self, staleness_steps: float, *, seen: float = 1.0) -> float:
-        """Return the factor on the number of steps to a loss, >= 1.
+        """Return the factor, >= 1, by which staleness raises the number of steps to a loss.
 
         Args:
             staleness_steps: mean, >= 0.
@@ -82,12 +83,11 @@ def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
 
 
 def staleness_bound(step: int, *, s_max: int, synchronous_steps: int) -> int:
-    """Return how many steps a microbatch of `step` may be stale: `s_max`; 0 in the first `synchronous_steps` steps."""
+    """Return how many steps a microbatch of `step` may be stale: 0 in the synchronous first steps, then `s_max`."""
     return s_max if step >= synchronous_steps else 0
 
 
 def price_of(compensation: str, *, optimizer: str) -> Price:
-    """Return the price for a compensation and an optimizer, by their names in the run spec. AdamW and SGD get NAdam's
-    prices."""
+    """Return the price of a compensation and optimizer, named as in the spec. AdamW and SGD get NAdam's prices."""
     prices = _MUON if optimizer == "muon" else _NADAM
     return prices[_LIKE.get(compensation, compensation)]

@@ -1,4 +1,4 @@
-"""Detached signatures: a signed statement that other peers may forward in any message. Pure.
+"""Signs statements that other peers may forward in any message. Pure.
 
 An envelope proves to its receiver which peer sent a message; a statement proves to any third party, at any later time,
 that a key has signed it. The signature covers topic and run, so that a statement serves no other purpose or run.
@@ -17,7 +17,7 @@ VerifySignature = Callable[[PeerID, bytes, bytes], bool]
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:
-    """Returns: 64 bytes."""
+    """Return the signature, 64 bytes."""
     return identity.sign(_signed_bytes(topic, run, body))
 
 

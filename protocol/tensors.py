@@ -1,4 +1,4 @@
-"""The tensors of each layer: their Hugging Face names and shapes, and how frozen ones are stored. Pure.
+"""The tensors of each layer: their Hugging Face names and shapes, and how frozen tensors are stored. Pure.
 
 Both the code that stores layers and the code that plans their sizes use this module.
 """
@@ -73,8 +73,8 @@ def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
 def adapter_tensors(model: ModelSpec, adapter: AdapterSpec, key: str) -> tuple[Shapes, Shapes]:
     """Return the adapter tensors of a layer; none for embedding and head.
 
-    Returns: (A [rank, columns] and B [rows, rank] of each target matrix; with "dora" its magnitude vector [rows]), each
-        by name.
+    Returns: two dicts by name: A [rank, columns] and B [rows, rank] of each target matrix; with "dora", magnitude
+        vectors [rows].
     Raises: ValueError: the model has no such layer.
     """
     matrices, _ = layer_tensors(model, key)
@@ -121,13 +121,13 @@ def router_name(model: ModelSpec, index: int) -> str:
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Count the elements of a layer, or of a unit of a layer: (in matrices, in norms and biases)."""
+    """Count the elements of a layer, or of a unit of a layer. Return (in matrices, in norms and biases)."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Count a decoder layer's elements without experts or feed-forward: (in matrices, in norms and biases)."""
+    """Count a decoder layer's elements without experts or feed-forward. Return (in matrices, in norms and biases)."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")
@@ -140,12 +140,12 @@ def expert_elements(model: ModelSpec) -> int:
 
 
 def basis_elements(model: ModelSpec) -> int:
-    """Count the elements of the two fixed matrices with which layers write into the residual stream; 0: no subspace."""
+    """Count the elements of the two fixed matrices that write into the residual stream; 0: no subspace."""
     return 2 * model.dim * model.subspace
 
 
 def tokens_seen(model: ModelSpec, index: int) -> float:
-    """Return the mean number of tokens that a token attends to in the decoder layer `index`, itself included."""
+    """Return to how many tokens a token attends on average, itself included, in the decoder layer `index`."""
     T, window = model.context, model.window_of(index)
     # The first tokens attend to 1, 2, ..., window tokens, all later ones to window.
     return (T + 1) / 2 if not window or window >= T else window - window * (window - 1) / (2 * T)
@@ -174,7 +174,7 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """Return (index of the decoder layer, unit): the unit is "trunk" or an expert's number; None: the whole layer."""
+    """Return (index of the decoder layer, unit). The unit: "trunk", an expert's number, or None (all)."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)
     if index >= model.num_layers:

@@ -1,4 +1,4 @@
-"""The timer of a driver. The driver sets it again whenever its core, the code that decides, names another time."""
+"""The timer of a driver (a peer's asyncio program), set again whenever the deciding core names another time."""
 
 import asyncio
 import math
@@ -13,7 +13,7 @@ would then ask for the same time again, rounded to no delay, and core and loop w
 
 
 class Timer:
-    """Calls `ring` once, at the time that was last set and never earlier."""
+    """Calls `ring` once, at the time that was last set, never earlier."""
 
     def __init__(self, clock: Clock, ring: Callable[[], object]) -> None:
         self._clock = clock
@@ -25,7 +25,7 @@ class Timer:
         again."""
 
     def set(self, at_s: float) -> None:
-        """Ring at `at_s` by the clock; at once if that time is past, never if it is infinite."""
+        """Ring at the clock's time `at_s`: at once if `at_s` is past, never if it is infinite."""
         if at_s == self._at_s:
             return
         self._at_s = at_s

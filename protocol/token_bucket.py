@@ -24,12 +24,12 @@ class TokenBucket:
         self._now_s, self._filled_s = now_s, now_s()
 
     def take(self, nbytes: float) -> None:
-        """Charge `nbytes` that have passed or are about to pass."""
+        """Charge the bucket for `nbytes` that have passed or are about to pass."""
         self._fill()
         self._level -= nbytes
 
     def wait_s(self) -> float:
-        """Return the seconds until the next bytes may pass; 0: they may pass now."""
+        """Return the seconds until the next bytes may pass; 0: now."""
         self._fill()
         # A rounding error below one byte is no debt: otherwise the caller would wait for zero seconds again and again.
         return -self._level / self.rate if self._level < -1.0 else 0.0

@@ -1,4 +1,4 @@
-"""Reads TOML from untrusted authors, with limits on its size, its nesting and its numbers."""
+"""Reads TOML from untrusted authors, with limits on size, nesting and numbers."""
 
 import re
 from pathlib import Path
@@ -16,7 +16,7 @@ _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 
 
 def read_at_most(path: Path, bytes_max: int) -> bytes:
-    """Read a file. Raises: OSError. msgspec.DecodeError: it has more than `bytes_max` bytes (/dev/zero never ends)."""
+    """Read a file. Raises: OSError. msgspec.DecodeError: the file exceeds `bytes_max` bytes (/dev/zero never ends)."""
     with path.open("rb") as file:
         raw = file.read(bytes_max + 1)
     if len(raw) > bytes_max:
@@ -25,7 +25,7 @@ def read_at_most(path: Path, bytes_max: int) -> bytes:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file. Raises: OSError. msgspec.DecodeError: it is not TOML, or exceeds one of our limits."""
+    """Read a TOML file. Raises: OSError. msgspec.DecodeError: the file is not TOML, or exceeds one of our limits."""
     return decode_toml(read_at_most(path, TOML_BYTES_MAX))
 
 

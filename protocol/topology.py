@@ -1,7 +1,7 @@
-"""The devices of a swarm and the links between any two of them, for the code that allocates layers and for simulations.
+"""Describes a swarm's devices and the links between any two devices, for layer allocation and for simulations.
 
 A topology can be read from a network file (`load_topology`): JSON as in the DT-FM paper's cases, with more optional
-fields. The diagonals of its matrices are never read.
+fields. The diagonals of a file's matrices are never read.
 """
 
 import math
@@ -32,7 +32,7 @@ _UNREAD_SHOWN = 12
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Topology:
-    """N devices. Arrays are read-only; rows are senders, columns receivers.
+    """N devices and their links. Arrays are read-only; rows are senders, columns receivers.
 
     Raises: LocalError: sizes differ, or a number is impossible.
     """
@@ -68,7 +68,7 @@ class Topology:
         return len(self.names)
 
     def take(self, devices: "list[int] | Ints") -> "Topology":
-        """Return the topology of these devices only, in this order."""
+        """Return the topology of the given devices only, in the given order."""
         index = np.asarray(devices, dtype=np.int64)
 
         def taken(values: Any) -> Any:
@@ -92,7 +92,8 @@ def make_topology(
     regions: tuple[str, ...] | None = None,
     may_feed: Any = True,
 ) -> Topology:
-    """Make a topology; all arguments are broadcast to the shapes in `Topology`. Raises: LocalError: see `Topology`."""
+    """Make a topology; all arguments are broadcast to the shapes in `Topology`. Raises: LocalError: sizes differ, or a
+    number is impossible."""
     latency = _matrix("latency", latency_s)
     rate = _matrix("bandwidth", bytes_per_s)
     n = len(latency)
@@ -123,8 +124,8 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
     `DeviceEntry` for each), `unreachable` and `workload`.
 
     Returns: the topology, and the parsed file with notes for people.
-    Raises: LocalError, in one line: no such file, not JSON (NaN is not), a misspelt field, a matrix that is not square,
-        an impossible number, an unreachable device.
+    Raises: LocalError, in one line: the file is missing or is not JSON (with NaN it is not), a field is misspelt, a
+        matrix is not square, a number is impossible, or a device is unreachable.
     """
     try:
         raw = read_at_most(path, NETWORK_FILE_BYTES_MAX)
@@ -144,7 +145,7 @@ def load_topology(path: Path) -> tuple[Topology, "ReadNetwork"]:
 
 
 def _misspelt(found: Any) -> str:
-    """Return one line about a field that is misspelt; empty: there is none. Other unknown fields are allowed."""
+    """Return one line about a misspelt field, or "". Other unknown fields are allowed."""
     inner = misspelt(found.get("workload"), WorkloadEntry)
     return misspelt(found, NetworkFile) or (f"in workload {inner}" if inner else "")
 
@@ -193,7 +194,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run for the DT-FM paper's objective; sizes are in 10^9 bytes, as in the paper's code."""
+    """Figures of a run from which the DT-FM paper computes a layout's cost; sizes are in 10^9 bytes."""
 
     gradient_gigabytes_per_stage: float
     activation_gigabytes_per_replica: float
@@ -206,7 +207,7 @@ class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
-    """A network file. Other fields (source, constants of the case) are for people; `load_topology` lists them."""
+    """A network file's fields that we read. Others (such as its source) are for people; `load_topology` lists them."""
 
     latency_s: list[list[float]] | None = None
     latency_ms: list[list[float]] | None = None
@@ -224,7 +225,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def watts(self) -> tuple[float | None, ...]:
-        """[N], power of each device; None where the file gives none."""
+        """Power of each device [N]; None if the file gives no power for it."""
         if self.devices is not None:
             return tuple(entry.watts for entry in self.devices)
         return (None,) * len(self.latency_s or self.latency_ms or ())
@@ -268,7 +269,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReadNetwork(NamedTuple):
-    """A parsed network file."""
+    """A parsed network file, with notes for people."""
 
     file: NetworkFile
     notes: tuple[str, ...]
@@ -338,7 +339,7 @@ def _flaw(t: Topology) -> str | None:
 
 
 def check_everybody_is_reached(topology: Topology) -> None:
-    """Raises: LocalError: a device cannot reach any other. For described networks: a real peer may be cut off."""
+    """Check that each device can reach another. Raises: LocalError. Only for files: a real peer may be cut off."""
     open_paths = topology.bytes_per_s > 0.0
     np.fill_diagonal(open_paths, False)
     lonely = np.flatnonzero(~(open_paths.any(axis=0) & open_paths.any(axis=1)))
@@ -347,5 +348,5 @@ def check_everybody_is_reached(topology: Topology) -> None:
 
 
 def _shown(name: str) -> str:
-    """Return a name from a file in a form that fits into one line: it may contain line breaks."""
+    """Return a name from a file in a form that fits into one line, since the name may contain line breaks."""
     return name if name.isprintable() else repr(name)

@@ -7,16 +7,17 @@ process instead, in a queue with priorities, and only as many bytes are in fligh
     window = rate * (round trip + QUEUE_S)
 
 The round trip is the least one seen, `rate` the recent delivery rate. The window is no rate limit: while any bytes are
-queued the line sends at full speed, so a low estimate does not slow it down. Because of `QUEUE_S` more bytes are in
-flight than the estimate needs: on a faster line each sample raises the estimate by (round trip + QUEUE_S) / round trip.
+queued the line sends at full speed, so a low estimate does not slow the line down. Because of `QUEUE_S` more bytes are
+in flight than the estimate needs: on a faster line each sample raises the estimate by (round trip + QUEUE_S) / round
+trip.
 
 An idle line shows nothing about its rate: a sample lowers the estimate only if at least a round trip's worth of bytes
 was queued all the time. Each connection also has a window, by the same rule with its own rate, so that a slow receiver
-takes little of the line's window. A connection's window is 1.5 times as wide as the rule says: connections that share
-the line are then limited by the line's window; limited by their own windows, they would keep their present shares.
+takes little of the line's window. A connection's window is 1.5 times as wide as the rule says, so that connections that
+share the line are limited by the line's window: under their own windows they would keep their present shares.
 
 Source: Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016: the windowed maximum of the
-delivery rate, the least round trip, application-limited samples. We do not pace or probe: TCP below us does both.
+delivery rate, the least round trip, application-limited samples. We neither pace nor probe: TCP below us does both.
 """
 
 import math
@@ -79,7 +80,7 @@ class _Rate:
     _is_busy: bool = False
 
     def look(self, delivered_bytes: int, *, is_busy: bool, now_s: float) -> None:
-        """Record `delivered_bytes` since the last look. Args: is_busy: the line was certainly busy since then."""
+        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since that call."""
         if now_s > self._looked_s + _PAUSE_S:
             self._begin(now_s, is_busy)
         else:
@@ -105,12 +106,12 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return the backlog of a connection that counts for the line at most: its window without the least size."""
+        """Return how many queued bytes of a connection count for the line at most: its window without a minimum."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 
     def fills(self, backlog_bytes: float, round_trip_s: float) -> bool:
-        """True if this backlog keeps the line busy for now."""
+        """True if this backlog (queued bytes) keeps the line busy until the next look."""
         return backlog_bytes >= max(self._least_bytes / 2, self.bytes_per_s * round_trip_s)
 
     @property
@@ -137,7 +138,7 @@ class _Path:
 
     @property
     def counted_bytes(self) -> float:
-        """The part of the backlog that counts for the line's window. The rest waits for a slow receiver."""
+        """The queued bytes that count for the line's window. All other queued bytes wait for a slow receiver."""
         return min(self.backlog_bytes, _PATH_GAIN * self.rate.queue_bytes(self.seen.round_trip_s))
 
     def wrote(self, nbytes: float) -> None:
@@ -145,7 +146,7 @@ class _Path:
         self._written = (self._written[0] + nbytes, self._written[1])
 
     def look(self, now: UplinkConnection, now_s: float) -> int:
-        """Return the bytes delivered since the last look; 0 if there was no backlog then."""
+        """Return the bytes delivered since the last call; 0 if nothing was queued at that call."""
         was_busy = self.backlog_bytes > 0.0
         before, self.seen = self.seen, now
         delivered = max(0, now.delivered_bytes - before.delivered_bytes) if was_busy else 0
@@ -159,7 +160,7 @@ class _Path:
 
 
 class UplinkWindow:
-    """The windows of one peer's uplink and of each connection over it. The caller chooses the connections' names."""
+    """The windows of one peer's uplink and of each connection over the uplink; the caller names the connections."""
 
     def __init__(self) -> None:
         self._paths: dict[str, _Path] = {}
@@ -185,7 +186,7 @@ class UplinkWindow:
         self._paths.pop(name, None)
 
     def look(self, connections: Mapping[str, UplinkConnection], *, now_s: float) -> None:
-        """Update the windows. Args: connections: name -> the kernel's figures, of all busy and of new connections."""
+        """Update the windows. Args: connections: name -> the kernel's figures, of all busy and all new connections."""
         delivered = 0
         for name, connection in connections.items():
             path = self._paths.get(name)
@@ -202,7 +203,7 @@ class UplinkWindow:
         return name in self._paths
 
     def round_trip_s(self, name: str) -> float:
-        """Return the least round trip of a known connection."""
+        """Return the shortest round trip seen on a known connection."""
         return self._paths[name].seen.round_trip_s
 
     def wrote(self, name: str, nbytes: float) -> None:
@@ -213,12 +214,12 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to a connection now; the next waits if this exceeds the window."""
+        """True if a slice of any size may be written to a connection now; beyond the window the next slice waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 
     def _round_trip_s(self) -> float:
-        """Return the connections' mean round trip, weighted by queued bytes; if none are queued, the least one."""
+        """Return the connections' mean round trip, weighted by queued bytes; without queued bytes, the shortest one."""
         paths = self._paths.values()
         counted = sum(path.counted_bytes for path in paths)
         if counted <= 0.0:

@@ -11,7 +11,7 @@ WireFormat = Literal["fp32", "bf16", "int8", "hadamard6", "hadamard5", "hadamard
 
 
 class Formats(NamedTuple):
-    """Tensor formats that a plan of K stages chooses."""
+    """The tensor formats that a plan of K stages chooses."""
 
     activations: tuple[WireFormat, ...]
     """[K - 1], format of activations from each stage to the next; their gradients': `WireSpec.backward_of`."""
@@ -45,19 +45,19 @@ _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4":
 
 
 def is_in_few_bits(form: WireFormat) -> bool:
-    """True if the format has tiles: numbers that are decoded and encoded again are then rounded again."""
+    """True if the format has tiles (numbers with a common scale): decoding and encoding again then rounds again."""
     return form in _TILE_BYTES
 
 
 def tensor_bytes(form: WireFormat | Literal["nf4"], numel: int) -> int:
-    """Return the size in bytes of a tensor of `numel` elements. "nf4" is a format of stored weights only."""
+    """Return the size in bytes of a tensor of `numel` elements. "nf4" is only for stored weights."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // TILE)
 
 
 def _said(forms: Sequence[WireFormat], where: str) -> str:
-    """Return the most common format, followed by the exceptions in brackets. Stages count from 0."""
+    """Return the most common format, then the exceptions with their stages in brackets. Stages count from 0."""
     counts = Counter(forms)
     most = max(counts, key=lambda form: counts[form], default="nothing")
     others = [
@@ -69,7 +69,7 @@ def _said(forms: Sequence[WireFormat], where: str) -> str:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Return ascending numbers with runs shortened, such as "0-2, 5"."""
+    """Return ascending numbers as text, with consecutive ones joined, such as "0-2, 5"."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and runs[-1][-1] == number - 1:

@@ -2,9 +2,9 @@
 
 `hivemind`, `hivemind.dht` and `hivemind.utils` import all their submodules (averager, mixture of experts, optimizer,
 tensor transport), and with these scipy and torch. A command that only asks a run something needs none of them, and
-torch alone takes two seconds to import. So after this package is imported, an import of one of the three makes an empty
-package and does not run its `__init__.py`: an import of a submodule then loads only what that submodule needs. Packages
-that were loaded before stay as they are.
+torch alone takes two seconds to import. So after this package is imported, importing one of these packages makes an
+empty package and does not run its `__init__.py`: importing a submodule then loads only what that submodule needs.
+Packages that were loaded earlier stay as they are.
 """
 
 import importlib
@@ -28,7 +28,7 @@ _PART_OF: dict[str, dict[str, str]] = {
 
 
 class _WithoutContents(MetaPathFinder, Loader):
-    """Imports the three packages without running their files, and gives them the names in `_PART_OF`."""
+    """Imports three hivemind packages without running their files, and adds the names in `_PART_OF`."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         spec = PathFinder.find_spec(name, path) if name in _PART_OF else None

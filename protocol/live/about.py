@@ -1,8 +1,8 @@
-"""Tells any caller, of any run or version, our version, our time, and if we can dial it.
+"""Tells any caller, of any run or version, our version, our time, and if we can dial the caller.
 
 The name of the handler contains neither run nor version, and unknown fields are ignored, so peers of all versions can
-ask. A peer does not reveal its run; a caller that knows a run's id may ask if the peer is in that run. We dial a caller
-back only at the address from which it called.
+ask. A peer does not reveal its run, but a caller that knows a run's id may ask if the peer is in that run. We dial a
+caller back only at the address from which the caller has connected.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class AboutReply:
 
 
 class AboutAnswerer:
-    """Answers these requests for one peer. Args: seen_at: returns the multiaddrs from which a peer has connected."""
+    """Answers such callers for one peer. Args: seen_at: returns the multiaddrs from which a peer has connected."""
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run
@@ -92,12 +92,12 @@ class AboutAnswerer:
 
 
 def mark_of(run: str, asker: PeerID) -> str:
-    """Return a mark of the run that differs for each asker, so that a peer cannot use a mark that it has overheard."""
+    """Return a mark of the run that differs for each asker, so that no peer can reuse another peer's mark."""
     return blake3(f"{run} {asker}".encode()).hexdigest(length=16)
 
 
 def _asked(request: bytes) -> AboutRequest:
-    """Decode a request; an unreadable one counts as empty."""
+    """Decode a request; an unreadable request counts as empty."""
     try:
         return msgspec.json.decode(request, type=AboutRequest) if len(request) <= 256 else AboutRequest()
     except (msgspec.DecodeError, UnicodeDecodeError):

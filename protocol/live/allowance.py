@@ -1,4 +1,4 @@
-"""Limits the number of events of each source: at once, and per second in the long run. Pure."""
+"""Limits how many events each source may cause at once, and per second in the long run. Pure."""
 
 from collections import OrderedDict
 from collections.abc import Hashable
@@ -20,7 +20,7 @@ class Allowance(Generic[S]):
     """Source -> (tokens spent, time of this figure), least recent source first."""
 
     def takes(self, source: S, now_s: float, number: int = 1) -> bool:
-        """Return True, and count the events, if `number` more events of `source` are within its allowance."""
+        """Return True, and count the events, if the allowance of `source` permits `number` more events."""
         spent, then_s = self._spent.pop(source, (0.0, now_s))
         spent = max(0.0, spent - (now_s - then_s) * self.per_s)
         is_within = spent + number <= self.most

@@ -1,17 +1,16 @@
-"""The messages with which one member (the opener) gets a stream to another over a third, the carrier, in this order:
+"""Messages with which a member (the opener) gets a stream to another member over a third, the carrier, in order:
 
     opener -> carrier       Carry       target and purpose
     carrier -> other end    Carried     the opener and the purpose
     other end -> carrier    Answer      if it accepts the stream
     carrier -> opener       Answer      if the two streams are now connected
 
-Each message contains its sender's certificate, so that its receiver does nothing for a stranger. The two ends prove
+Each message contains its sender's certificate, so that the receiver does nothing for a stranger. The two ends prove
 their identities to each other afterwards (`secure_channel.py`).
 
 The carrier also tells each end the address from which the other end is connected to the carrier. If that end is behind
 a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once that end
-has dialled us, since its dial opens its NAT for our address. Both ends dial repeatedly, so the second of these dials,
-from either end, succeeds.
+has dialled us, since that dial opens the NAT for our address. Both ends dial repeatedly, so the second dial succeeds.
 """
 
 import asyncio
@@ -77,7 +76,7 @@ Said = TypeVar("Said", Carry, Carried, CarriageAnswer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
-    """Return those of a peer's remote multiaddrs that another peer could dial."""
+    """Return those multiaddrs, from which a peer is connected to us, that another peer could dial."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 
@@ -87,7 +86,7 @@ def encode(message: Carry | Carried | CarriageAnswer) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -> Said:
-    """Read the first message of `source`. Raises: RemoteError: it is invalid; EOFError, OSError."""
+    """Read the first message of `source`. Raises: RemoteError: the message is invalid; EOFError, OSError."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _BYTES_MAX:
         raise RemoteError(source, f"sent {length} bytes about a carried stream; the limit is {_BYTES_MAX}")

@@ -1,4 +1,4 @@
-"""The two ends of streams over a carrier (a third peer): ask for a stream, and accept streams that carriers bring."""
+"""Handles our end of streams over a carrier (a third peer): requests streams, and accepts those that carriers bring."""
 
 import asyncio
 import logging
@@ -27,7 +27,7 @@ Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
 
 
 class CarriedStreams:
-    """Opens and accepts carried streams.
+    """Opens and accepts carried streams (streams over a third peer, the carrier).
 
     Args:
         open_stream: opens a stream to a peer that may be a carrier.
@@ -50,7 +50,7 @@ class CarriedStreams:
         self._doorway = Doorway(of_one_max=CARRIED_ARRIVING_OF_ONE_MAX)
 
     async def ask(self, carrier: PeerID, peer: PeerID, purpose: Purpose) -> Streams:
-        """Get a stream to `peer` over `carrier`, and agree on keys with `peer`. Raises: NotCarried."""
+        """Get a stream to `peer` over `carrier`, and agree on keys with `peer`. Raises: NotCarried: that failed."""
         try:
             async with asyncio.timeout(_ASK_TIMEOUT_S):
                 reader, writer = await self._open_stream(carrier)
@@ -78,7 +78,7 @@ class CarriedStreams:
             raise NotCarried(reason) from error
 
     async def arrive(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Accept a stream that a carrier brings; return when it is over. Never raises on network input."""
+        """Accept a stream that a carrier brings; return when the stream ends. Never raises on network input."""
         carrier = PeerID(info.peer_id.to_base58())
         try:
             with self._doorway.waits(carrier, writer.transport.abort):

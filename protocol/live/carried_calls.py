@@ -1,10 +1,9 @@
-"""Calls to peers that only a carrier reaches: one stream for each such peer, with many calls at a time in both
-directions.
+"""Calls to peers that only a carrier (a third peer) reaches: one stream per peer, many calls at a time both ways.
 
     a message   kind 1 B | number 4 B | length 4 B | body
 
-An answer has the number of its request; each end numbers its own requests. Elsewhere libp2p opens a stream for each
-call; over a carrier each such stream would need a key agreement.
+An answer has the number of its request; each end numbers its own requests. For direct calls libp2p opens a stream each;
+over a carrier each stream would need a key agreement.
 """
 
 import asyncio
@@ -130,7 +129,7 @@ class CallStream:
 
 
 class CarriedCalls:
-    """This peer's call streams to all peers that only carriers reach.
+    """This peer's call streams to all peers that only carriers (third peers) reach.
 
     Args:
         open_stream: opens a stream for calls to a peer, over a carrier. Raises: Unreachable.
@@ -164,7 +163,7 @@ class CarriedCalls:
         await end_tasks(*self._opening.values(), *self._tasks)
 
     async def _open(self, peer: PeerID) -> CallStream:
-        """Open one stream for all callers that want one at the same time, even if some of them give up."""
+        """Open one stream for all callers that wait for the same peer's stream, even if some callers give up."""
         task = self._opening.get(peer)
         if task is None:
             task = self._opening[peer] = asyncio.create_task(self._opened(peer), name=f"calls to {peer[-8:]}")

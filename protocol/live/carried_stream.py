@@ -1,10 +1,10 @@
-"""One end of a stream that a third peer carries: an asyncio transport that seals its bytes (`secure_channel.py`).
+"""One end of a stream that a third peer carries: an asyncio transport that encrypts its bytes (`secure_channel.py`).
 
-It replaces the daemon's own stream, and `Link` sees no difference: reading can be paused, writing reports when the
-kernel has everything, and the asyncio protocol that receives the bytes can be exchanged.
+For `Link` this transport works like the daemon's own stream: reading can be paused, writing reports when the kernel has
+everything, and the asyncio protocol that receives the bytes can be replaced.
 
-The connection of one end may break without the other end's notice. So each end sends an empty record every second, and
-an end that receives nothing for some seconds gives the stream up: another carrier may be available.
+One end's connection to the carrier may break unnoticed by the other end. So each end sends an empty record every
+second, and an end that receives nothing for some seconds closes the stream, since another carrier may be available.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ class _Inner(asyncio.Protocol):
         self._came = asyncio.Event()
 
     async def read(self, nbytes: int) -> bytes:
-        """Return the next `nbytes` bytes. Raises: EOFError: the stream ended before."""
+        """Return the next `nbytes` bytes. Raises: EOFError: the stream ended earlier."""
         while len(self.received) < nbytes:
             if self.is_lost:
                 raise EOFError("it ended before its ends agreed on keys")
@@ -69,7 +69,7 @@ async def secure(
     """Agree on keys with `peer` over a stream that a carrier has connected, and take that stream over.
 
     No bytes can be left in the stream's old reader: the opener sends nothing before the carrier has confirmed the
-    stream, and the other end nothing before the opener.
+    stream, and the other end sends nothing before the opener does.
 
     Args:
         opens: True at the end that has asked for the stream.
@@ -119,7 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer: its finalizer closes the stream."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer (if freed, it closes the stream)."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class CarriedTransport(asyncio.Transport):
     # Calls from the layer below
 
     def came(self) -> None:
-        """Deliver more decrypted bytes, after some have arrived or when reading resumes."""
+        """Deliver decrypted bytes, after more bytes have arrived or when reading resumes."""
         self._heard_s = self._loop.time()
         if self._is_delivering or self._is_over:
             return

@@ -1,9 +1,9 @@
-"""Carries streams between two members that cannot reach each other: this peer passes their bytes on in both directions.
+"""Carries streams between two members that cannot reach each other: this peer forwards bytes in both directions.
 
 A carrier can neither read nor change these bytes (`secure_channel.py`). It carries only between members that are
-already connected to it; it dials no peer for them. There are limits on the streams of one member, on all streams, and
-on the bytes per second (`--limit relay_mbit_s`), which count towards the volunteer's upload limit and queue behind this
-peer's own gradients. A carrier reads no faster than it can pass bytes on, so flow control slows the sender down.
+already connected to it, and dials no peer for a stream. There are limits on the streams of one member, on all streams,
+and on the bytes per second (`--limit relay_mbit_s`), which count towards the volunteer's upload limit and queue behind
+this peer's own gradients. A carrier reads no faster than it can pass bytes on, so flow control slows the sender down.
 
 A request beyond a limit is refused with the reason, and the opener asks the next carrier.
 """
@@ -54,7 +54,7 @@ class Carrier:
     """Carries streams for members.
 
     Args:
-        relay_bytes_per_s: limit of the bytes passed on, both directions together.
+        relay_bytes_per_s: limit of the forwarded bytes, both directions together.
         connected: returns the peers to which the daemon is connected now, with their remote multiaddrs.
         open_stream: opens a stream that is to be carried to a peer, over an existing connection.
         find_connection: tells the uplink's window which connection the stream to a peer uses.
@@ -79,7 +79,7 @@ class Carrier:
         self.carried_bytes = 0
 
     async def carry(self, info: Any, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Handle a request for a stream; return when the stream is over. Never raises on network input."""
+        """Handle a request for a stream; return when the stream ends. Never raises on network input."""
         source = PeerID(info.peer_id.to_base58())
         try:
             with self._doorway.waits(source, writer.transport.abort):
@@ -117,7 +117,7 @@ class Carrier:
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
-        """Count a stream while this context lasts. Raises: CarriageRefused: it is beyond a limit."""
+        """Count a stream while this context lasts. Raises: CarriageRefused: the stream is beyond a limit."""
         if carriage.to == carriage.source:
             raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
@@ -135,7 +135,7 @@ class Carrier:
             self._carried.remove(carriage)
 
     async def _reach(self, carriage: _Carriage, certificate: bytes) -> tuple[Streams, tuple[str, ...]]:
-        """Open a stream to the other end. Return it and the addresses from which that end is connected.
+        """Return a new stream to the other end, and the addresses from which that end is connected.
 
         Raises: CarriageRefused: the other end is not connected, does not accept the stream, or is no member.
         """
@@ -166,7 +166,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Pass bytes until one end has closed its stream, or its stream broke, and its earlier bytes are passed on."""
+        """Forward bytes until a stream ends at one end and all bytes that came from that end are forwarded."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),
@@ -208,7 +208,7 @@ class Carrier:
 
 
 class _Gate:
-    """Lets pieces of all streams pass within a rate, first come, first served."""
+    """Lets pieces of all streams pass within one rate limit, first come, first served."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.limiter = RateLimiter(bytes_per_s)

@@ -18,8 +18,8 @@ class ThreadCompute:
     """Runs jobs one at a time, in the order of the calls.
 
     Args:
-        initializer: runs in each of the two threads before its first job, and sets for example torch's number of
-            threads. If it raises, every job raises the same.
+        initializer: runs in each of the two threads before the first job, and sets for example torch's number of
+            threads. If it raises, every job raises the same error.
         probe_clock: the clock that times probes. For a CPU `time.thread_time`: six peers that start on one machine
             would otherwise measure each other's start, and differ by a factor of four.
         share: the share of time in which the device may work. Beyond it the device rests (`duty.py`). A job's reported
@@ -55,11 +55,11 @@ class ThreadCompute:
 
     @property
     def used_s(self) -> float:
-        """Seconds of the device's time that this process has used, as they count against `share`."""
+        """Seconds of device time that this process has used and that count against `share`."""
         return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
-        """Run a job. A job that has begun is not stopped by cancelling: its result is dropped, and the next job waits.
+        """Run a job. Cancelling does not stop a job that has begun: the next job waits, and the result is dropped.
 
         Raises: the errors of `work`. LocalError: the device is closed.
         """

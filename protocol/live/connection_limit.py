@@ -1,11 +1,11 @@
-"""Limits the network daemon's connections of one address and of one network.
+"""Limits the connections of one address, and of one network, to the network daemon.
 
 `p2pd` limits neither connections nor handshakes, waits 15 seconds for each stalled handshake, and computes a key and a
 signature for each handshake that begins. It has no option for such limits, and a proxy in front of it would copy every
 byte once more. So the kernel helps: a second socket listens on the daemon's port and never accepts, and a few
 instructions (classic BPF on the port's SO_REUSEPORT group) send it the new connections of an address that has too many.
-The second socket's queue is full after one connection; then the kernel drops further ones, and the attacker waits for
-its own retries. Existing connections are untouched, and other peers lose no time.
+The second socket's queue is full after one connection; then the kernel drops further connections, and the attacker
+waits for its own retries. Existing connections are untouched, and other peers lose no time.
 
 Ten times a second we search the kernel's list for addresses that have or open too many connections. A half-open
 connection (SYN_RECV) does not count, as its address may be forged. An address is shut out until it has been quiet for a
@@ -60,7 +60,7 @@ _WIDER: Final = {4: 3, 8: 6}
 
 
 class ConnectionLimit:
-    """Guards one running daemon, from `open` to `close`. If the kernel cannot help, it logs that and does nothing."""
+    """Limits connections to one running daemon, from `open` to `close`; only logs it if the kernel cannot help."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
@@ -131,7 +131,7 @@ class ConnectionLimit:
 
         Args:
             connections: address -> number of its existing connections.
-            opened: address -> number of these that did not exist at the last look.
+            opened: address -> number of its connections that did not exist at the last call.
         """
         before = self.shut_out
         for address, number in (opened or {}).items():
@@ -168,7 +168,7 @@ class ConnectionLimit:
 
 
 def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
-    """Return address -> the kernel's names of its connections to our `ports`. Raises: OSError."""
+    """Return address -> the kernel's names of that address's connections to our `ports`. Raises: OSError."""
     found: dict[Network, set[bytes]] = {}
     for each in list_sockets(*_COUNTED):
         if each.own_port in ports:
@@ -177,7 +177,7 @@ def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Return the number of connections of each public network; of each address at most the address's limit counts."""
+    """Return the number of connections of each public network; each address counts with at most its own limit."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))
@@ -187,7 +187,7 @@ def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
 
 
 def address_and_network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[Network, Network | None]:
-    """Return (IPv4 address or IPv6 /64, its /24 or /48). The second is None if `ip` is not public."""
+    """Return (IPv4 address or IPv6 /64, its network: /24 or /48). The network is None if `ip` is not public."""
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     ip = mapped or ip
     address = ip.packed[:8]
@@ -227,8 +227,8 @@ def _second_listener(version: int, host: str, port: int) -> socket.socket:
 
 
 def _send_away_whoever_came(listener: socket.socket) -> None:
-    """Reset the connections in our socket's queue: before the BPF program ran, the kernel gave us every other new one.
-    Their peers dial again; in the queue they would hang."""
+    """Reset the connections in our socket's queue: before the BPF program ran, the kernel put half of all new
+    connections there, where they would hang. Their peers then dial again."""
     listener.setblocking(False)
     with contextlib.suppress(BlockingIOError):
         while True:

@@ -1,8 +1,8 @@
-"""Starts the network daemon p2pd as a child process, watches it, restarts it when it dies, and cleans up after it.
+"""Starts the network daemon p2pd as a child process, watches it, restarts it when it dies, and removes its leftovers.
 
 The daemon has all connections: when it dies, all streams close and all handlers are forgotten. So handlers are
-registered in a *setup*, a function that runs at the first start and after every restart. A setup may call the daemon
-only: `p2p()` waits until all setups have run, so a setup that waited for another peer could wait for itself.
+registered in a *setup*, a function that runs at the first start and after every restart. A setup may only call the
+daemon, not wait for another peer: `p2p()` returns after all setups, so such a setup might wait for itself.
 """
 
 import asyncio
@@ -57,11 +57,11 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """Return the command with which the daemon is started. Each part execs the next: the process id is the daemon's.
+    """Return the command that starts the daemon. Each part execs the next, so the process id is the daemon's.
 
-    setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, and we still need the
-    daemon while we leave the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
-    notices our death after 1.6 s, and once in some two hundred times it did not within ten.
+    setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, but we need the daemon
+    until we have left the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
+    notices our death after 1.6 s; in one of some two hundred cases it took over 10 s.
     """
     setsid, setpriv = shutil.which("setsid"), shutil.which("setpriv")
     words = [setsid] if setsid else []
@@ -161,16 +161,16 @@ class Daemon:
         return self._p2p is not None
 
     def keep_out(self, address: bytes) -> None:
-        """Make new connections of an address wait for a while (`connection_limit.py`)."""
+        """Let new connections of an address wait for a while (`connection_limit.py`)."""
         self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
 
     @property
     def local_addresses(self) -> tuple[str, ...]:
-        """Return multiaddrs for processes on this machine, without `/p2p/…`: those in `visible` may not work here."""
+        """Return multiaddrs, without `/p2p/…`, for processes on this machine; those in `visible` may not work here."""
         return from_this_machine(self.listening)
 
     async def p2p(self) -> Any:
-        """Return hivemind's P2P of the running daemon; wait while it restarts. Raises: TransportError: it is closed."""
+        """Return hivemind's P2P of the running daemon; wait during a restart. Raises: TransportError: it is closed."""
         await self._up.wait()
         if self._p2p is None:
             raise TransportError("the network daemon of this peer is closed")
@@ -218,8 +218,8 @@ class Daemon:
             ) from None
 
     async def _take_name(self) -> None:
-        """Take a name on this machine that belongs to this peer's key. So a process on a copy of the state folder, with
-        another lock file, cannot run beside us.
+        """Take the name that belongs to this peer's key on this machine. So no process that uses a copy of the state
+        folder (with another lock file) can run beside us.
 
         The name is an abstract Unix socket: all users share such names, and Linux frees them when their process ends.
         Raises: TransportError: the name is taken.
@@ -331,7 +331,7 @@ class Daemon:
                 logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
-        """Wait until the daemon has ended or no longer answers. Return in words what happened."""
+        """Wait until the daemon has ended or no longer answers; return which, in words."""
         exited = asyncio.ensure_future(self._p2p._child.wait())
         silent = self._p2p._client.control._read_task
         try:
@@ -395,7 +395,7 @@ def _holder(name: str) -> str:
 
 
 def _fail_pending_calls(control: Any) -> None:
-    """Fail unanswered calls: hivemind leaves their futures pending for ever when the daemon dies."""
+    """Let unanswered calls raise: when the daemon dies, hivemind leaves their futures pending for ever."""
     for future in tuple(control._pending_calls.values()):
         if not future.done():
             future.set_exception(P2PDaemonError("our own network daemon died"))
@@ -412,7 +412,7 @@ def _last_words(error: BaseException) -> str:
 
 
 def _kill(p2p: Any) -> None:
-    """Kill the daemon. A suspended daemon would react to no other signal."""
+    """Kill the daemon by SIGKILL: a suspended daemon reacts to no other signal."""
     if p2p._child is not None and p2p._child.returncode is None:
         with suppress(ProcessLookupError):
             p2p._child.kill()

@@ -1,4 +1,4 @@
-"""Checks that the network daemon's program on disk is the one in hivemind's wheel, as it gets the peer's key.
+"""Checks that the network daemon's program is the one in hivemind's wheel, since the daemon gets the peer's key.
 
 `p2pd.sha256` beside this file has the known digests in the format of `sha256sum`, with the machine type in place of the
 file name. `pip` checks a wheel at installation; this check notices later changes of the file.
@@ -36,7 +36,7 @@ def check_daemon(binary: Path, *, known: Path = _KNOWN) -> None:
 
 
 def _digests(known: Path) -> dict[str, set[str]]:
-    """Return machine type -> known digests; there are several while two versions of hivemind are in use."""
+    """Return machine type -> known digests: several while two versions of hivemind are in use."""
     digests: dict[str, set[str]] = {}
     for line in known.read_text().splitlines():
         digest, _, machine = line.partition("  ")

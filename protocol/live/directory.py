@@ -1,7 +1,7 @@
 """The port `Directory` on hivemind's DHT node, in our event loop and on the transport's network daemon.
 
-After each restart of the daemon there is a new DHT node, with the id and the records of the node before. It finds its
-neighbours again through the peers that the transport knows.
+Each restart of the daemon makes a new DHT node, with the id and the records of the former node. The new node finds its
+neighbours through the peers that the transport knows.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ _JOIN_AGAIN_S = 20.0
 
 
 class LiveDirectory:
-    """Our DHT node. `start` makes it, after the transport has started and dialled its initial peers."""
+    """Our DHT node. Call `start` after the transport has started and dialled its initial peers."""
 
     def __init__(self, transport: LiveTransport, accept: Mapping[str, KeyRule] | None) -> None:
         self._transport = transport
@@ -49,11 +49,11 @@ class LiveDirectory:
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
-        """Join the directory through the peers to which `transport` is connected; if there are none, begin a new one.
+        """Join the directory through the peers to which `transport` is connected; without peers, begin a new one.
 
         Args:
             accept: key -> rule for the records that this node stores, forwards and reads; records of other keys are
-                refused. None: any record is accepted. Must be the same on all peers.
+                refused. None: any record is accepted. All peers must have the same rules.
         """
         self = cls(transport, accept)
         await transport.daemon.add_setup(self._set_up)
@@ -64,13 +64,13 @@ class LiveDirectory:
 
     @property
     def num_neighbours(self) -> int:
-        """Number of nodes in the routing table."""
+        """Number of nodes in the DHT's routing table."""
         return len(self._node.protocol.routing_table.uid_to_peer_id) if self._node is not None else 0
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
         """Store a record; return True if a node accepted it.
 
-        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: it is closed.
+        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: closed.
         """
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
@@ -110,7 +110,7 @@ class LiveDirectory:
         of them finds the other.
 
         hivemind waits for replies with `asyncio.wait_for`, which in Python 3.11 drops a cancellation that comes
-        together with the reply. So this loop also checks `_is_open`.
+        together with the reply. So this loop also checks `_is_open`, to end after `close`.
         """
         while self._is_open:
             await asyncio.sleep(_JOIN_AGAIN_S)
@@ -185,7 +185,7 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock differs from all of three peers': our records expire too early or too late then."""
+        """Log an error if our clock differs from three peers' clocks: our records then expire too early or too late."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)
@@ -204,7 +204,7 @@ class LiveDirectory:
 
 
 async def _clock_difference_s(protocol: DHTProtocol, peer: HivemindPeerID) -> float | None:
-    """Return how many seconds our clock is ahead of that of `peer`, accurate to half a round trip."""
+    """Return by how many seconds our clock is ahead of the clock of `peer`, accurate to half a round trip."""
     sent_s = time.time()
     try:
         async with asyncio.timeout(protocol.wait_timeout):

@@ -1,9 +1,9 @@
-"""Limits the streams and lanes with an other end that has not proved its identity: streams per peer, lanes per address,
-and both in total.
+"""Limits streams and lanes (TCP connections) while the other end has not proved its identity: streams per peer, lanes
+per address, and both in total.
 
 Each costs us a file and a task, and a peer can open thousands over one connection. Beyond a limit the oldest waiting
-stream is closed, of the same source or of all. An honest HELLO arrives within a round trip, so a flood mostly closes
-its own streams.
+stream is closed: of the same source, or of all sources. An honest peer's proof (HELLO) arrives within a round trip, so
+a flood mostly closes its own streams.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MA
 
 @dataclass(slots=True)
 class Doorway:
-    """The streams of one transport with an other end that has not proved its identity yet."""
+    """The streams of one transport that wait until the other end has proved its identity."""
 
     of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
     _waiting: list[tuple[str, Callable[[], None]]] = field(default_factory=list)
@@ -23,7 +23,7 @@ class Doorway:
 
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
-        """Count a stream of `source` (a peer or an address) while this context lasts. `end` closes it at once."""
+        """Count a stream of `source` (a peer or an address) during this context. Args: end: closes it at once."""
         own = source, end
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one[0] == source]

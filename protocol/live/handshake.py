@@ -19,7 +19,7 @@ _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
 class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The content of a HELLO. It names its receiver (`to`), so that the receiver cannot replay it to a third peer."""
+    """The content of a HELLO, a stream's first frame. It names its receiver, so that no receiver can replay it."""
 
     version: int
     to: PeerID
@@ -36,10 +36,9 @@ _DECODER = msgspec.msgpack.Decoder(StreamHello)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Greeter:
-    """Makes and checks HELLOs for one peer.
+    """Makes and checks HELLOs (a stream's first frames) for one peer.
 
-    The side that did not open the stream checks the other HELLO before it sends its own, so that a stranger learns
-    neither run nor addresses.
+    The side that did not open the stream checks the opener's HELLO first: so a stranger learns no run or addresses.
     """
 
     identity: Identity
@@ -56,7 +55,7 @@ class Greeter:
         return b"".join(encode_frame(FrameType.HELLO, 0, meta, b""))
 
     def check(self, frame: Frame, source: PeerID) -> StreamHello:
-        """Return the HELLO in the first frame of `source`.
+        """Return the HELLO that the first frame of `source` contains.
 
         Raises: RemoteError: `source` is no member of this run, has another version, or sent a HELLO for another peer.
         """

@@ -1,6 +1,6 @@
 """Patches hivemind 1.1.12 against its known holes, before the first DHT node or daemon starts.
 
-Without the patches any stranger on the DHT, or a badly timed timeout, can do the damage that each function here names
+Without these patches any stranger on the DHT, or a badly timed timeout, can do the damage that the functions here name
 after "Hole:".
 """
 
@@ -70,14 +70,14 @@ async def write_message(stream: asyncio.StreamWriter, message: Message) -> None:
 
 
 def _keep_quiet() -> None:
-    """Hole: hivemind prints tracebacks by itself. We log what users need; HIVEMIND_LOGLEVEL turns hivemind's log on."""
+    """Hole: hivemind prints tracebacks by itself. We turn its log off, unless HIVEMIND_LOGLEVEL is set."""
     if "HIVEMIND_LOGLEVEL" not in os.environ:
         use_hivemind_log_handler("nowhere")
         logging.getLogger("hivemind").setLevel(logging.CRITICAL)
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: nested extension types recurse in C: 937 bytes end the process. Type 0x50 recurses through `loads`."""
+    """Hole: nested extension types are decoded by recursion in C (type 0x50 by `loads`): 937 bytes end the process."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -90,8 +90,8 @@ def _guarded_loads(cls: Any, buf: bytes) -> object:
 
 
 def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, int, bytes], object]:
-    """Hole: a stranger's bytes can make an object of any registered type. Records need only tuples and type 0x50, a
-    dictionary; 0x51 would look names up in torch."""
+    """Hole: a stranger's bytes can make an object of any registered type. We permit what records need: tuples and type
+    0x50, a dictionary. Type 0x51 would look names up in torch."""
 
     def decode_known(cls: Any, type_code: int, data: bytes) -> object:
         if type_code not in (TUPLE_EXT, 0x50):
@@ -102,7 +102,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
 
 
 def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
-    """Hole: the store refuses an older copy of a record, but then lets the record expire with the older copy."""
+    """Hole: the DHT store refuses a record's older copy, but then lets the record expire when the older copy would."""
 
     def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
         held = self.data.get(key)
@@ -114,8 +114,8 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
-    """Hole: one invalid record makes a whole reply invalid. A record that a node accepts and requesters reject (by
-    their slower clocks its expiry is a second too far ahead) hides all others from every peer that asks the node."""
+    """Hole: one invalid record makes a whole reply invalid. If a node accepts a record that requesters reject (by their
+    slower clocks it expires a second too late), that record hides all other records of the reply from them."""
     if self.record_validator is None:
         return True
     dictionary.maxsize = math.inf  # the sender may send a value of any type, and a search that compares it may not end
@@ -128,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's own expiry. One that never expires ends the search: no other node is asked."""
+    """Hole: hivemind trusts a reply's own expiry: if it never expires, no other node is asked."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -138,7 +138,7 @@ def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callabl
 
 
 def _lapsing(held: Any) -> Any:
-    """Return the reply, to expire with the record in it that expires last; None: it has no record."""
+    """Return the reply with the latest expiry of its records; None: the reply has no record."""
     if held is None or not isinstance(held.value, DictionaryDHTValue):
         return None
     expirations = [record.expiration_time for _, record in held.value.items()]
@@ -146,11 +146,11 @@ def _lapsing(held: Any) -> Any:
 
 
 class NotAMemberError(Exception):
-    """Tells the caller that it was refused, and nothing else: hivemind sends an exception's text to the caller."""
+    """Tells the caller only that it was refused: hivemind sends an exception's text to the caller."""
 
 
 def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: a node answers any peer, and so tells a stranger the run's members and all their records."""
+    """Hole: a DHT node answers any peer, and so shows a stranger the run's members and all their records."""
 
     @functools.wraps(answer)
     async def answer_members(self: Any, request: Any, context: Any) -> Any:
@@ -165,7 +165,7 @@ def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
 class MemberPass(AuthorizerBase):  # type: ignore[misc]
     """Sends our certificate with each DHT request, and checks the requester's certificate.
 
-    hivemind has tokens of its own for this; we only use one bytes field of their message.
+    hivemind has access tokens for this; we only use one bytes field of the token message.
     """
 
     def __init__(self, members: Members) -> None:
@@ -237,8 +237,8 @@ def _value(packed: bytes) -> bytes | None:
 
 
 class _Unanswered(dict[Any, asyncio.Future[Any]]):
-    """Hole: if an answer arrives in the same turn of the loop in which its call is cancelled, the only task that reads
-    answers raises and ends, and no call of this process is ever answered again."""
+    """Hole: if an answer arrives in the turn of the event loop that cancels its call, the only task that reads answers
+    raises and ends, and no call of this process is ever answered again."""
 
     def __contains__(self, call_id: object) -> bool:
         future = self.get(call_id)
@@ -246,7 +246,7 @@ class _Unanswered(dict[Any, asyncio.Future[Any]]):
 
 
 class _Running(dict[Any, asyncio.Task[Any]]):
-    """Hole: if a caller cancels its call, the task that answers the call stays in the table for ever."""
+    """Hole: if a caller cancels its call, the task that answers the call stays in hivemind's table for ever."""
 
     def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
         super().__setitem__(call_id, task)
@@ -261,7 +261,7 @@ def mend_control(control: Any) -> None:
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: every request reaches its handler. After this call, requests of peers that `admits` rejects are dropped."""
+    """Hole: every request reaches its handler. From now on, requests of peers that `admits` rejects are dropped."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:

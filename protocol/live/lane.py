@@ -1,18 +1,18 @@
-"""One lane: a TCP connection between two members' processes, for pieces of the frames of one stream.
+"""One lane: a TCP connection between two members' processes, for pieces of one stream's frames.
 
     dialler                          other end
     stream 16 B, X 32 B       ->
                               <-     Y, signature of the other end    96 B
     signature of the dialler  ->                                      64 B
-    records of pieces, from the stream's sender to its receiver, whichever end dialled
+    records of pieces, from the stream's sender to the stream's receiver, whichever end dialled
 
 Keys (X and Y), signatures and records are those of `secure_channel.py`. The signed statement also names the stream, so
-that no other stream can use the lane. `stream` is derived from both HELLOs of the stream, which only its ends have
+that no other stream can use the lane. `stream` is derived from the stream's two HELLOs, which only the two ends have
 read: a caller with an unknown `stream` is rejected before a key is computed. The plaintext of a record is one piece:
 its offset in the byte stream that the lanes share (8 B), and its bytes.
 
-When a lane stalls because of packet loss, it should hold few bytes that other lanes could carry. So the kernel's send
-buffer is kept little larger than the bytes in flight.
+A lane that stalls because of packet loss should hold few bytes that other lanes could carry. So its kernel send buffer
+is kept little larger than the bytes in flight.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ _UNKNOWN_BYTES_MAX: Final = 1024
 
 
 class Lane(asyncio.BufferedProtocol):
-    """Reads raw bytes while the ends agree on keys, and records after `start`. Args: own: the connected socket."""
+    """One TCP connection: reads raw bytes during the key exchange, then records. Args: own: the connected socket."""
 
     def __init__(self, own: socket.socket, throttle: Throttle) -> None:
         self.is_lost = False
@@ -59,7 +59,7 @@ class Lane(asyncio.BufferedProtocol):
 
     @classmethod
     async def over(cls, connected: socket.socket, throttle: Throttle, *, accepted: bool) -> "Lane":
-        """Turn a connected socket into a lane, which then owns and closes the socket.
+        """Turn a connected socket into a lane; the lane owns and closes the socket.
 
         Args:
             accepted: True if the other end has dialled.
@@ -94,7 +94,7 @@ class Lane(asyncio.BufferedProtocol):
     # Key agreement
 
     async def dial(self, handshake: Handshake, stream: bytes) -> Channel:
-        """Agree on keys as the dialler. Raises: RemoteError; EOFError: the other end refuses the lane."""
+        """Agree on keys as the end that dialled. Raises: RemoteError; EOFError: the other end refuses the lane."""
         self._transport.write(stream)
         return await agree(handshake, self._read, self._transport.write, opens=True)
 
@@ -103,7 +103,7 @@ class Lane(asyncio.BufferedProtocol):
         return await self._read(STREAM_BYTES)
 
     async def accept(self, handshake: Handshake) -> Channel:
-        """Agree on keys as the other end, after `read_stream`. Raises: RemoteError; EOFError."""
+        """Agree on keys as the end that was dialled, after `read_stream`. Raises: RemoteError; EOFError."""
         return await agree(handshake, self._read, self._transport.write, opens=False)
 
     async def _read(self, nbytes: int) -> bytes:
@@ -126,11 +126,11 @@ class Lane(asyncio.BufferedProtocol):
         on_lost: Callable[["Lane", str], None],
         on_free: Callable[[], None] = lambda: None,
     ) -> None:
-        """Carry pieces from now on.
+        """Send and receive pieces of frames from now on.
 
         Args:
             on_piece: takes (offset, piece); may raise RemoteError.
-            on_lost: called once, from the loop, with the reason, when the lane breaks; not after `close`.
+            on_lost: called once from the event loop, with the reason, if the lane breaks before `close`.
             on_free: called when the kernel has taken everything that was written.
         """
         self._channel, self._on_piece, self._on_lost, self._on_free = channel, on_piece, on_lost, on_free
@@ -144,7 +144,7 @@ class Lane(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def send(self, start: int, piece: memoryview) -> None:
-        """Write a piece. The caller may change the piece's buffer afterwards. Args: start: the piece's offset."""
+        """Write a piece. The caller may change its buffer afterwards. Args: start: offset in the lanes' byte stream."""
         assert self._channel is not None
         for record in self._channel.seal(b"".join((_START.pack(start), piece))):
             self._transport.write(record)

@@ -1,7 +1,7 @@
 """Opens lanes, the further TCP connections of a frame stream: accepts them on a port, and dials them.
 
-A lane belongs to an existing stream, so a caller that does not name a known stream is sent away before a key is
-computed. Connections that have not proved their identity are limited per address, in total, and to some seconds.
+A lane belongs to an existing stream, so a caller that does not name a known stream is refused before a key is computed.
+Connections that have not proved their identity are limited per address, in total, and to some seconds.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ _HANDSHAKE_S: Final = 5.0
 
 
 class LaneDoor:
-    """The port for lanes, and the dials of lanes, of one transport. Before `listen` it can dial but not be dialled."""
+    """Dials and accepts the lanes (TCP connections) of one transport. Before `listen` it can only dial."""
 
     def __init__(self, identity: Identity, *, run: str, throttle: Throttle) -> None:
         self.port = 0
@@ -57,18 +57,18 @@ class LaneDoor:
             self.spawn(self._accept(listener), "accept lanes")
 
     def expect(self, link: Link) -> None:
-        """Accept lanes of this stream from now on, until `forget`."""
+        """Accept TCP connections (lanes) for this stream from now on, until `forget`."""
         self._streams[link.stream] = link
 
     def forget(self, link: Link) -> None:
         self._streams.pop(link.stream, None)
 
     def counted(self, is_more: bool) -> None:
-        """Record that there is one lane more, or (`is_more` False) one less."""
+        """Record that a lane (TCP connection) has opened, or, if `is_more` is False, that one has closed."""
         self._num_lanes += 1 if is_more else -1
 
     async def dial(self, link: Link, hosts: Collection[str], count: int) -> int:
-        """Open up to `count` lanes of a stream, to the announced port of its other end at one of the addresses `hosts`.
+        """Open up to `count` more TCP connections (lanes) for a stream, to its peer's lane port at one of `hosts`.
 
         Returns: the number of new lanes. Never raises.
         """
@@ -81,7 +81,7 @@ class LaneDoor:
         return 0
 
     def dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
-        """Open the lanes that a stream's sender has asked us to dial. Further requests are ignored meanwhile."""
+        """Dial the lanes (TCP connections) that a stream's sender requested. Ignore its requests meanwhile."""
         if link not in self._dialling_back and not self._is_closed:
             self._dialling_back.add(link)
             self.spawn(self._dial_back(link, hosts, min(count, LANES_MAX)), "dial back")
@@ -94,7 +94,7 @@ class LaneDoor:
             self._dialling_back.discard(link)
 
     async def close(self) -> None:
-        """Close the door; the lanes end with their streams."""
+        """Stop accepting and dialling. Open lanes (TCP connections) remain until their streams end."""
         self._is_closed = True
         await end_tasks(*self._tasks)
         self._shut()
@@ -152,7 +152,7 @@ class LaneDoor:
 
     @contextlib.contextmanager
     def _about_to_be(self, link: Link) -> Iterator[None]:
-        """Count a lane of this stream against the limits while its ends agree on keys (while this context lasts)."""
+        """Count a lane (TCP connection) of this stream against the limits during its handshake (this context)."""
         link.expect_lane()
         self._agreeing[link] += 1
         try:

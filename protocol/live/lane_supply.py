@@ -4,9 +4,9 @@ Without packet loss a few connections fill the path, start faster than one, and 
 each connection has a fixed rate whatever the line's capacity, so the number of lanes is doubled up to `LANES_MAX`.
 
 The lanes are checked when a frame is about to be written, at most once a second. Only a stream's first frame waits for
-lanes, for some round trips; while there are none the daemon's stream takes all frames. If the other end cannot be
-dialled, it is asked over the stream to dial us; if neither works, we try again at growing intervals. Idle lanes are
-closed before a router on the path forgets them.
+lanes, for some round trips; without lanes the daemon's stream takes all frames. If we cannot dial the other end, we ask
+it over the stream to dial us; if that also fails, we try again at growing intervals. Idle lanes are closed before a
+router on the path forgets them.
 """
 
 import asyncio
@@ -35,21 +35,21 @@ _FIELDS: Final = struct.Struct("=100xI52xI")
 
 
 def sent_of(infos: Iterable[bytes]) -> tuple[int, int]:
-    """Return (packets with data, retransmitted packets) of some connections, summed. Args: infos: the `tcp_info` of
-    each; empty ones are skipped."""
+    """Return the sums (packets with data, retransmitted packets) over connections. Args: infos: each connection's
+    `tcp_info`; empty ones are skipped."""
     figures = [_FIELDS.unpack_from(info) for info in infos if len(info) >= _FIELDS.size]
     return sum(packets for _, packets in figures), sum(again for again, _ in figures)
 
 
 class LaneCount:
-    """The number of lanes that one stream should have."""
+    """Decides how many lanes (TCP connections) one stream should have."""
 
     def __init__(self) -> None:
         self.wanted = LANES_FIRST
         self._judged = 0, 0
 
     def look(self, packets: int, again: int) -> None:
-        """Judge the loss. Args: packets, again: `sent_of` the existing lanes, counted since they were opened."""
+        """Double the number of lanes if too many packets are lost. Args: packets, again: packets sent and resent."""
         new_packets, new_again = packets - self._judged[0], again - self._judged[1]
         if new_packets < 0 or new_again < 0:  # some lanes have ended, and their packets are gone from the sums
             self._judged = packets, again
@@ -60,7 +60,7 @@ class LaneCount:
 
 
 class LaneSupply:
-    """The lanes of one stream. Args: hosts: returns IP addresses at which the other end of `link` may be reached."""
+    """Opens and closes one stream's lanes. Args: hosts: returns IP addresses that may reach the other end of `link`."""
 
     def __init__(self, link: Link, door: LaneDoor, hosts: Callable[[], Awaitable[Collection[str]]]) -> None:
         self._link, self._door, self._hosts = link, door, hosts
@@ -74,13 +74,13 @@ class LaneSupply:
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, and wait for them up to `patience_s`: a peer's first frames often measure the path."""
+        """Dial the first lanes, waiting up to `patience_s`, since a peer's first frames often measure the path."""
         self.used()
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=patience_s)
 
     def used(self) -> None:
-        """Check the lanes, since a frame is about to be sent."""
+        """Open missing lanes, since a frame is about to be sent."""
         self._used_s = self._loop.time()
         if self._used_s < self._looks_s or self._dialling is not None:
             return

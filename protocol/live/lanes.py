@@ -1,8 +1,8 @@
 """The lanes (TCP connections) of one stream: the sending end cuts frames into pieces, the receiving end joins them.
 
-Each frame uses either the lanes or the daemon's stream. The frames that use lanes form one byte stream. Its next piece
-goes to any lane whose last piece the kernel has taken, so a lane that waits for a lost packet does not delay the pieces
-on other lanes.
+Each frame uses either the lanes or the daemon's stream. The frames that use lanes form one byte stream. The next piece
+of this stream goes to any lane that has passed its last piece to the kernel, so a lane that waits for a lost packet
+does not delay the pieces on other lanes.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ both ends' event loops."""
 
 
 class SendingLanes:
-    """The lanes at the sending end. Args: on_lost: called with the reason when a lane breaks."""
+    """The lanes (TCP connections) of the sending end. Args: on_lost: called with the reason when a lane breaks."""
 
     def __init__(
         self, peer: PeerID, *, on_lost: Callable[[str], None], on_change: Callable[[Lane, bool], None]
@@ -52,7 +52,7 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Write `data`; return when the lanes have taken it, and it may change. Raises: EOFError: there is no lane."""
+        """Write `data`; return when the lanes have it all: `data` may then change. Raises: EOFError: no lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):
@@ -68,7 +68,7 @@ class SendingLanes:
         self.close_all()
 
     def close_all(self) -> None:
-        """Close all lanes. If the receiver has not handled everything that they carried, the stream must end, too."""
+        """Close all lanes. If the receiver has not handled all that the lanes carried, the stream must end, too."""
         lanes, self.lanes = self.lanes, []
         for lane in lanes:
             self._on_change(lane, False)
@@ -97,13 +97,13 @@ class SendingLanes:
 
 
 class ReceivingLanes:
-    """The lanes at the receiving end.
+    """The lanes (TCP connections) of the receiving end.
 
     Args:
         window: the credit of the whole stream.
         on_frame: takes complete frames; may raise RemoteError.
-        on_breach: called with a description when the peer has broken the protocol, after all lanes are closed.
-        on_change: called when there is one lane more (True) or less.
+        on_breach: called, after all lanes were closed, with a description of how the peer broke the protocol.
+        on_change: called with True for each new lane, and with False for each lane that has ended.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class ReceivingLanes:
                 self._on_frame(frame)
 
     def _lost(self, lane: Lane, why: str) -> None:
-        """Forget a broken lane. If it has lost bytes, its sender knows and ends the stream."""
+        """Forget a broken lane. If bytes were lost, the sender notices it and ends the stream."""
         self._lanes.remove(lane)
         self._on_change(lane, False)
 
@@ -173,7 +173,7 @@ class ReceivingLanes:
 class Reassembly:
     """Restores the order of the pieces of a byte stream that arrive over several connections.
 
-    Each piece has its offset in the stream. An honest sender sends each byte once, and no further ahead of the first
+    Each piece has its offset in the stream. An honest sender sends each byte once, and is no further ahead of the first
     missing byte than its credit allows; anything else is an error.
 
     Args: source: the sender of the pieces.
@@ -188,12 +188,12 @@ class Reassembly:
         self._held: dict[int, memoryview] = {}
 
     def put(self, start: int, piece: memoryview, *, reach_bytes: int) -> list[memoryview]:
-        """Take one piece.
+        """Add one piece.
 
         Args:
             start: the piece's offset in the stream.
             reach_bytes: how far beyond the first missing byte a piece may end.
-        Returns: all pieces that now follow the bytes returned before, in order.
+        Returns: all pieces, in order, that now follow the bytes that were returned earlier.
         Raises: RemoteError: no honest sender sends this piece.
         """
         end = start + len(piece)
@@ -215,7 +215,7 @@ class Reassembly:
         return [piece, *self._advance(end)]
 
     def _advance(self, end: int) -> list[memoryview]:
-        """Record that all bytes before `end` are here, and return the held pieces that follow them."""
+        """Record that all bytes before `end` have arrived, and return the held pieces that follow these bytes."""
         ready: list[memoryview] = []
         for start in self._starts:
             if start != end:

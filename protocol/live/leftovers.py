@@ -1,4 +1,4 @@
-"""Removes what a killed peer leaves: a network daemon in its last second, and socket files in the temporary folder.
+"""Removes a killed peer's leftovers: a network daemon that is about to end, and socket files in the temporary folder.
 
 While a daemon runs, its process id and the names of its socket files are stored in the state folder. The next process
 in this folder waits for that daemon and removes its files. If the folder is a copy of a running peer's, the daemon has
@@ -27,7 +27,7 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Store a daemon's process id and socket files for the next process. A full disk is ignored: it stops no daemon."""
+    """Store a daemon's process id and the names of its socket files for the next process. Ignore a full disk."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )
@@ -42,8 +42,8 @@ def forget(state_dir: Path) -> None:
 
 
 async def clear(state_dir: Path) -> None:
-    """Wait until the daemon of an earlier process has ended; kill it if it does not end in time. Then remove those of
-    its socket files on which nobody listens.
+    """Wait until the daemon of an earlier process has ended; kill it if it does not end in time. Then remove the
+    daemon's socket files on which nobody listens.
 
     Raises: TransportError: the daemon belongs to a running peer.
     """
@@ -74,7 +74,7 @@ async def clear(state_dir: Path) -> None:
 
 
 def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
-    """True if the process is still the daemon with these sockets: another process may have its id by now."""
+    """True if the process is still the daemon with these sockets: another process may have the daemon's id by now."""
     try:
         command = Path(f"/proc/{process_id}/cmdline").read_bytes()
     except OSError:
@@ -83,7 +83,7 @@ def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
 
 
 def _connect(path: Path) -> OSError | None:
-    """Return the error of a connection to the socket; None: a process listens on it."""
+    """Return the error of a connection to the socket; None: a process listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

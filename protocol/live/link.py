@@ -1,8 +1,8 @@
 """One end of a frame stream: writes frames in pieces and assembles received ones, without copying the payload.
 
 hivemind gives us a `StreamReader` and a `StreamWriter`, which we use for each side's HELLO frame. Then this protocol
-takes over the socket, so that the kernel writes a payload directly to its final buffer. No bytes are left in the
-reader: the sender sends nothing until it has read the receiver's HELLO.
+takes over the socket, so that the kernel writes a payload directly to the payload's final buffer. No bytes are left in
+the reader: the sender sends nothing until it has read the receiver's HELLO.
 
 Frames use the stream's lanes (`lanes.py`) if there are any; credit and all else use the stream itself.
 """
@@ -54,7 +54,7 @@ class Link(asyncio.BufferedProtocol):
         on_lost: called from the loop, once, with the reason why the stream ended.
         throttle: rate limits of the traffic; None: there are none.
         via: the peer that carries the stream; None: the stream is direct.
-        on_lane: called when the stream has one lane more (True) or less.
+        on_lane: called with True for each new lane (TCP connection) of the stream, with False for each closed one.
         on_lanes_asked: called at the receiving end with the number of lanes that the sender asks it to dial.
     Attributes:
         stream: the stream's name for its lanes.
@@ -192,19 +192,19 @@ class Link(asyncio.BufferedProtocol):
         return isinstance(self._lanes, SendingLanes)
 
     def expect_lane(self) -> None:
-        """Expect lanes from now on: frames on lanes and frames on the stream may overtake each other."""
+        """Expect lanes from now on: frames on lanes (TCP connections) and on the stream may overtake each other."""
         if not self.sends:
             self._assembler.may_skip = True
 
     def add_lane(self, lane: Lane, channel: Channel) -> None:
-        """Use a lane of this stream from now on; close the lane if the stream has ended."""
+        """Use another lane (TCP connection) for this stream; close the lane if the stream has ended."""
         if self._lanes is None or self.lost.is_set():
             lane.close()
         else:
             self._lanes.add(lane, channel)
 
     def ask_for_lanes(self, count: int) -> None:
-        """Ask the other end to dial `count` lanes; the request leaves before the next frame."""
+        """Ask the other end to dial `count` lanes (TCP connections); the request leaves before the next frame."""
         self._asks_for = count
 
     def tcp_infos(self) -> list[bytes]:
@@ -216,7 +216,7 @@ class Link(asyncio.BufferedProtocol):
         return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def close_lanes(self) -> bool:
-        """Close all lanes if the receiver has handled everything that they carried. Return True if it has."""
+        """Close all lanes if the receiver has handled everything that the lanes carried. Return True if so."""
         if self.window.outstanding_bytes or not isinstance(self._lanes, SendingLanes):
             return False
         self._lanes.close_all()
@@ -259,13 +259,13 @@ class Link(asyncio.BufferedProtocol):
             raise EOFError(self.why_lost)
 
     def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
-        """Return the lanes for a frame of this size; None: it uses the stream. So does a frame larger than the whole
-        credit: behind a missing piece the receiver holds no more bytes than the credit."""
+        """Return the lanes for a frame of this size; None: the frame uses the stream. A frame larger than the whole
+        credit uses the stream: behind a missing piece the receiver holds at most the credit."""
         lanes = self._lanes
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 
     def hurry(self, priority: Priority) -> None:
-        """Raise the present frame's priority to `priority`, since a frame of that priority waits behind it."""
+        """Raise the present frame's priority to `priority`, since such a frame waits behind the present one."""
         if self._line is not None and priority < self._priority:
             self._priority = priority
             self._line.hurry(self._next_hop, priority)

@@ -1,4 +1,4 @@
-"""Prepares the addresses on which the daemon listens: refuses ports in use, and keeps a port that the system chose."""
+"""Prepares the daemon's listen addresses: refuses ports in use, and keeps a port that the system chose."""
 
 import ipaddress
 import re
@@ -14,7 +14,7 @@ _OWN = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def refuse_ports_in_use(listen: Sequence[str]) -> None:
-    """Check every fixed port: two p2pd would silently share a port (SO_REUSEPORT), and each would get half the calls.
+    """Refuse fixed ports in use: two p2pd would silently share a port (SO_REUSEPORT), and each get half the calls.
 
     Raises: TransportError: a port is in use, or this machine cannot listen on an address.
     """
@@ -53,7 +53,7 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
-    """Return addresses at which processes on this machine reach a peer that listens on `listen`; none for port 0."""
+    """Return addresses at which this machine's processes reach a peer that listens on `listen`; none for port 0."""
     found = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
 

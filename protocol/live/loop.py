@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class LoopClock:
-    """The port `Clock`, by CLOCK_MONOTONIC.
+    """Implements the port `Clock` by CLOCK_MONOTONIC.
 
     asyncio's loop and uvloop use the same clock, but uvloop's `time()` is in whole milliseconds, which is longer than a
     round trip in a local network.

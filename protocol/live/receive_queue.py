@@ -1,4 +1,4 @@
-"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival, then credit returns.
+"""Queues of received frames, one per peer: frames are handled one at a time in order of arrival; then credit returns.
 
 A peer can send ahead at most its credit, which bounds its queue. A peer has one stream to us: a new stream replaces the
 old one, and unhandled frames of the old stream are dropped (the sender only knows that the stream broke).
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class ReceiveQueues:
-    """The queues of all peers that have a stream to us or unhandled frames.
+    """One queue for each peer that has a stream to us or unhandled frames.
 
-    Other peers have no queue: sequence numbers and credit belong to a stream, and a stranger may use a new identity for
-    each stream.
+    A peer with neither has no queue: sequence numbers and credit belong to a stream, and a stranger may use a new
+    identity for each stream.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class ReceiveQueues:
             queue.on_lost(link)
 
     def cut(self, is_cut: Callable[[PeerID], bool]) -> None:
-        """End the streams of the peers for which `is_cut` returns True, and drop their unhandled frames."""
+        """End the streams of the peers for which `is_cut` returns True, and drop these peers' unhandled frames."""
         for peer, queue in tuple(self._queues.items()):
             if is_cut(peer):
                 queue.cut()
@@ -91,7 +91,7 @@ class ReceiveQueue:
             self._worker = asyncio.create_task(self._work(), name=f"frames from {self.peer[-8:]}")
 
     def on_lost(self, link: Link) -> None:
-        """Forget the stream that has ended. Its complete frames are still handled."""
+        """Forget the stream that has ended. Complete frames of that stream are still handled."""
         if link is self._link:
             self._link = None  # its incomplete frame is lost
             self._check_idle()

@@ -32,8 +32,8 @@ KeyRules = Mapping[bytes, KeyRule]
 class RecordStore(DHTLocalStorage):  # type: ignore[misc]
     """The records of one DHT node, in place of hivemind's own store, which has three holes.
 
-    The records of a key have no limit; a search adds other nodes' answers to this node's records; and each renewal of a
-    record leaves its former expiry in memory until that has passed.
+    In hivemind's store a key's records have no limit; a search adds other nodes' answers to this node's records; and
+    each renewal of a record keeps the former expiry in memory until that time.
     """
 
     def __init__(self, rules: KeyRules | None = None, *, keys_max: int | None = None) -> None:
@@ -60,7 +60,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
         return True
 
     def get(self, key: Any) -> Any:
-        """Return a copy of the records of `key`, since the caller adds other nodes' answers to it."""
+        """Return a copy of the records of `key`, since the caller adds other nodes' answers to the result."""
         held = super().get(key)
         if held is None or not isinstance(held.value, DictionaryDHTValue):
             return held
@@ -77,7 +77,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
 
 
 class NothingCached(DHTLocalStorage):  # type: ignore[misc]
-    """Hole: a record that a stranger stores as `in_cache` hides real records that expire earlier. We cache nothing."""
+    """Caches nothing. Hole: a record that a stranger stores as `in_cache` hides real records that expire earlier."""
 
     def store(self, key: Any, value: Any, expiration_time: float, subkey: Any = None) -> bool:
         return False

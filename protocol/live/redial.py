@@ -5,9 +5,9 @@ clocks), closes and dials. Calls that would make the daemon dial an absent peer 
 dials last for five seconds, and after a failure libp2p does not dial that address again for five seconds, then six,
 nine, fourteen.
 
-A peer that was away dials the other peers and tells each that it is back. The other peer may still have an older
-connection to it, which looks alive and which its daemon would go on using. If that peer has several connections to the
-returning one and has not noticed any loss, it closes them all, and the returning peer dials once more.
+A peer that was away dials the other peers and tells each that it is back. Another peer's daemon may go on using an
+older connection to the returning peer that only looks alive. So if the other peer has several connections to the
+returning peer and has noticed no loss, it closes all of them, and the returning peer dials once more.
 """
 
 import asyncio
@@ -63,7 +63,7 @@ class Redialer:
     """Keeps one daemon connected to the peers that `want` names.
 
     Args:
-        addresses: returns the last known multiaddrs of a peer, with or without `/p2p/…`.
+        addresses: returns a peer's last known multiaddrs, with or without `/p2p/…`.
         known: returns all peers with known addresses.
         again: name of the handler to which a peer that was away reports that it is back.
     """
@@ -119,18 +119,19 @@ class Redialer:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """Record that the peer reached us over a carrier: it has no connection to us, whatever our daemon shows."""
+        """Record that the peer reached us over a third peer: it has no connection to us, whatever our daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections: if this grew, an error may be due to that."""
+        """Return how often we have closed the peer's connections; a call that fails meanwhile may fail for this
+        reason."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
-        """Let a new daemon answer `again`, and keep it from dialling absent peers by itself."""
+        """Register the handler `again` at a new daemon, and keep the daemon from dialling absent peers by itself."""
         await p2p._client.add_unary_handler(self._again, self._answer)
         call = p2p._client.call_unary_handler
 
@@ -142,9 +143,9 @@ class Redialer:
         p2p._client.call_unary_handler = guarded
 
     async def reach(self, peer: PeerID) -> None:
-        """Wait some seconds for an absent peer to be connected again; return at once for other peers.
+        """Wait some seconds until an absent peer is connected again; return at once for other peers.
 
-        Raises: P2PDaemonError: the peer does not come back, with a text after which the caller does not dial again.
+        Raises: P2PDaemonError: the peer does not come back; the error's text tells the caller not to dial again.
         """
         try:
             # A caller that fetches state asks another peer after five seconds; heartbeats have shorter limits.
@@ -162,7 +163,7 @@ class Redialer:
             raise P2PDaemonError("nothing comes back from it") from error
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial the peer. Return True if it is connected; waits while the daemon restarts."""
+        """Dial the peer; wait while the daemon restarts. Return True if the peer is connected."""
         if not self._addresses(peer):
             return False
         return await asyncio.shield(self._dial(peer)) is DialOutcome.REACHED
@@ -255,7 +256,7 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return peer -> connection -> the kernel's figures of the daemon's connections; empty: it shows none."""
+        """Return name -> kernel's id -> figures of the daemon's connections; empty: the kernel shows none."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:
@@ -265,7 +266,7 @@ class Redialer:
     # --- dialling ---
 
     def _dial(self, peer: PeerID) -> "asyncio.Task[DialOutcome]":
-        """Return the running dial of this peer if it uses the peer's present addresses; else start another dial."""
+        """Return the running dial of this peer, if it uses the peer's present addresses; else start a new dial."""
         where = tuple(self._addresses(peer))
         old = self._dials.get(peer)
         if old is not None and old[0] == where and not old[1].done():
@@ -314,7 +315,7 @@ class Redialer:
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Answer a caller that had lost us: if we have an older connection to it, close all and say so."""
+        """Answer a caller that had lost us: if we have an older connection to the caller, close all and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]
@@ -379,7 +380,7 @@ def outcome_of(words: str) -> DialOutcome | None:
 
 
 def _has_route(place: str) -> bool:
-    """True if this machine has a route to a multiaddr. Without one a dial fails at once and delays libp2p's next."""
+    """True if this machine has a route to a multiaddr. Without one a dial fails at once and delays the next dial."""
     match = _WHERE.match(place)
     if match is None:
         return True
@@ -399,7 +400,7 @@ def hivemind_id(peer: PeerID) -> HivemindPeerID:
 
 
 def _slept_s() -> float:
-    """Seconds for which the machine was suspended since it booted; only differences mean anything."""
+    """Return the seconds for which the machine was suspended since it booted; only differences are meaningful."""
     return time.clock_gettime(_BOOT_CLOCK) - time.clock_gettime(time.CLOCK_MONOTONIC)
 
 

@@ -1,14 +1,14 @@
-"""Decides for each peer if we reach it directly or over a carrier (a third peer), and asks carriers.
+"""Decides for each peer if we reach it directly or over a carrier (a third peer), and asks carriers to carry.
 
-If the daemon has a connection to the peer, we use it. If it has none, and dialling does not bring one within two
+If the daemon has a connection to the peer, we use that. If it has none, and dialling does not make one within two
 seconds, we ask peers that are connected to us to carry. Carriers are not announced: a peer that does not carry has no
 handler for the request, as we find out within a round trip; a carrier may refuse with a reason. The order in which
-possible carriers are asked follows from a hash of both ends and the carrier: it is the same at both ends, and different
-for different pairs.
+possible carriers are asked follows from a hash of both ends and the carrier: the order is the same at both ends, and
+differs between pairs.
 
-While a peer is reached over a carrier we dial its addresses now and then, also those from which it is connected to
-carriers (`carriage.py`: this punches holes into most NATs), and the peer may dial us. Once there is a connection, calls
-use it at once, and frames as soon as earlier frames are handled.
+While we reach a peer over a carrier we dial the peer's addresses now and then, also those from which it is connected to
+carriers (`carriage.py`: this opens most NATs), and the peer may dial us. Once there is a connection, calls use it at
+once, and frames as soon as earlier frames are handled.
 
 A connection over libp2p's own relay does not count: it ends after 128 KiB.
 """
@@ -46,7 +46,7 @@ _ASK_NEXT_S: Final = 0.3
 
 
 class NotCarried(Exception):
-    """A stream is not carried; the error's text is the carrier's reason."""
+    """No carrier (third peer) carries the stream; the error's text is the carrier's reason."""
 
 
 Ask = Callable[[PeerID, PeerID, Purpose], Coroutine[Any, Any, Streams]]
@@ -64,10 +64,10 @@ class Routes:
     """Finds the routes from this peer to all others.
 
     Args:
-        connections: returns the remote multiaddrs of the daemon's connections, by peer.
+        connections: returns peer -> remote multiaddrs of the daemon's connections to it.
         dial: connects to a peer at its remembered addresses; returns True if that succeeds within five seconds.
         ask: gets a stream to a peer over a carrier.
-        on_direct: called with a peer that was reached over carriers and can now be reached directly.
+        on_direct: called with a peer that we reached over carriers and can now reach directly.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Routes:
         self._loop = asyncio.get_running_loop()
 
     async def is_direct(self, peer: PeerID) -> bool:
-        """True if `peer` is to be reached directly: there is a connection to it, or there is no possible carrier."""
+        """True if we are to reach `peer` directly: we have a connection to it, or there is no possible carrier."""
         if peer in self._direct:
             return True
         detour = self._detours.get(peer)
@@ -118,28 +118,28 @@ class Routes:
             self._take_detour(peer)
 
     def shun(self, carrier: PeerID) -> None:
-        """Ask this carrier last for half a minute, since a stream over it broke."""
+        """Ask this carrier (third peer) last for half a minute, since a stream over it broke."""
         self._shunned[carrier] = self._loop.time() + 30.0
 
     def comes_over(self, peer: PeerID) -> None:
-        """Record that `peer` reached us over a carrier: it cannot dial us, but perhaps we can dial it."""
+        """Record that `peer` reached us over a carrier (third peer): it cannot dial us, but perhaps we can dial it."""
         self._refused.pop(peer, None)
         if peer not in self._direct and peer not in self._detours and peer not in self._finding:
             self._take_detour(peer)
 
     def seen(self, peer: PeerID) -> None:
-        """Dial `peer` at the address that a carrier has just reported; the carrier reports ours to `peer` as well."""
+        """Dial `peer` at the address that a carrier just reported; the carrier also reports our address to it."""
         self.comes_over(peer)
         if detour := self._detours.get(peer):
             detour.num_dials = 0
             detour.dial_at_s = self._loop.time() + (0.0 if self._me > peer else _DIALS_SECOND_S)
 
     async def dial(self, peer: PeerID) -> bool:
-        """Dial `peer`, once for all callers at the time. Return True if it is connected."""
+        """Dial `peer`; concurrent callers share one dial. Return True if `peer` is connected."""
         return await asyncio.shield(self._dials.get(peer) or self._dial_beside(peer))
 
     async def carry(self, peer: PeerID, purpose: Purpose) -> tuple[PeerID, Streams]:
-        """Get a stream to `peer` over a carrier. Return the carrier and the stream.
+        """Return a carrier (a third peer) and a stream to `peer` over it.
 
         Raises: Unreachable: no carrier accepted; the text has the last carrier's reason.
         """
@@ -249,7 +249,7 @@ def is_direct(places: Sequence[str]) -> bool:
 
 
 def _weight(a: PeerID, b: PeerID, carrier: PeerID) -> bytes:
-    """Return a carrier's weight for a pair, by highest random weight (Thaler and Ravishankar 1998)."""
+    """Return a carrier's weight for a pair of peers (highest random weight, Thaler and Ravishankar 1998)."""
     return blake3(f"{min(a, b)} {max(a, b)} {carrier}".encode()).digest()
 
 

@@ -7,9 +7,9 @@ between can cut the stream, but neither read nor change it. Pure.
     sign(opener, "carried-from", X, Y)  ->                                   64 B
     records                       <->  records
 
-X and Y are X25519 keys made for this stream. Each end signs with the Ed25519 key of its PeerID. The signed statement
-contains the run, both peers, the opener, the stream's purpose and both keys, and has a different topic for each end. So
-a carrier cannot insert its own key, replay an older message, or send an end its own message back.
+X and Y are public X25519 keys made for this stream. Each end signs with the Ed25519 key of its PeerID. The signed
+statement contains the run, both peers, the opener, the stream's purpose and both keys, and has a different topic for
+each end. So a carrier cannot insert its own key, replay an older message, or return an end's message to that end.
 
 A record is a length (4 B, authenticated) and the ChaCha20-Poly1305 ciphertext of up to 64 KiB. Each direction has its
 own key, and both ends count the records: a changed, missing, repeated or moved record cannot be decrypted. An empty
@@ -65,7 +65,7 @@ class Channel:
     def open(self, received: bytearray) -> Iterator[bytes]:
         """Remove the complete records from the front of `received`, and yield their plaintext.
 
-        Raises: RemoteError: these records are not the ones that the other end sent, in its order.
+        Raises: RemoteError: these are not the other end's records in the order in which it sent them.
         """
         while len(received) >= _LENGTH.size:
             head = bytes(received[: _LENGTH.size])
@@ -91,7 +91,7 @@ class Handshake:
     Args:
         peer: the expected peer at the other end.
         opens: True if this end has opened the stream.
-        part_of: the name of the frame stream to which a lane belongs, which both ends sign; empty: this is no lane.
+        part_of: the name of the lane's frame stream, which both ends sign; empty: this is no lane.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
 """The frames to one peer: a priority queue, with one task that writes them to one stream, which opens on demand.
 
-A frame that has left may be lost. If a stream breaks, the frames that were on their way and may arrive twice are sent
-again on the next stream: their sender was told that they have left, and waits for their effect.
+A frame that has left may be lost. If a stream breaks, those frames on their way that may arrive twice are sent again on
+the next stream: the sender was told that these frames have left, and waits for their effect.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class _Waiting:
 
 
 class SendQueue:
-    """The frames to one peer. Args: open_link: opens a stream to the peer for this queue."""
+    """Queues and sends the frames to one peer. Args: open_link: opens a stream to the peer for this queue."""
 
     def __init__(self, peer: PeerID, open_link: Callable[["SendQueue"], Awaitable[Link]]) -> None:
         self._peer = peer
@@ -67,7 +67,7 @@ class SendQueue:
 
     @property
     def via(self) -> PeerID | None:
-        """The carrier of the stream; None: the stream is direct, or there is no stream."""
+        """The third peer that carries the stream; None: the stream is direct, or there is no stream."""
         return None if self._link is None else self._link.via
 
     def move(self) -> None:
@@ -86,7 +86,7 @@ class SendQueue:
     async def send(self, meta: bytes, payload: Payload, priority: Priority, *, again: bytes | None = None) -> None:
         """Send a frame; return when the kernel has taken all of it.
 
-        A caller that is cancelled while its frame is written must not change the payload: it is still being read.
+        A caller that is cancelled while its frame is written must not change the payload, which is still being read.
 
         Args: again: the header for one repetition, if the stream breaks before the frame is known to be handled; the
             payload must then not change. None: the frame is sent once.
@@ -106,7 +106,7 @@ class SendQueue:
         await left
 
     def on_frame(self, link: Link, frame: Frame) -> None:
-        """Take the returned credit in a frame of the receiver. Raises: RemoteError: the frame is no valid CREDIT."""
+        """Take the credit that a receiver's frame returns. Raises: RemoteError: the frame is no valid CREDIT."""
         credit_bytes = decode_credit(frame, self._peer)
         link.window.give_back(credit_bytes, self._peer)
         if link is self._link:
@@ -157,7 +157,7 @@ class SendQueue:
             self._break(why, may_repeat=may_repeat)
 
     async def _write_on(self, link: Link) -> None:
-        """Write frames until the next one needs another link."""
+        """Write frames until the next frame needs another stream."""
         while True:
             waiting = await self._next(link)
             if waiting is None:
@@ -174,7 +174,7 @@ class SendQueue:
             del waiting  # otherwise this payload would stay in memory until the next frame
 
     async def _next(self, link: Link) -> _Waiting | None:
-        """Wait for the next frame (by priority, then by arrival) and for its credit. None: it needs another link.
+        """Wait for the next frame (by priority, then arrival) and for its credit. None: another stream is needed.
 
         Raises: EOFError: the stream broke.
         """
@@ -223,8 +223,8 @@ class SendQueue:
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 
     def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
-        """Queue again the frames that were on their way, except those of the priorities `except_of`. They are sent if
-        the peer is reachable again within ten seconds."""
+        """Queue again the frames that were on their way, except those of the priorities `except_of`. These frames are
+        sent if the peer is reachable again within ten seconds."""
         until_s = asyncio.get_running_loop().time() + 10.0
         for _, waiting in self._left:
             if waiting is not None and waiting.priority not in except_of:

@@ -27,7 +27,7 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
 class TcpSocket(NamedTuple):
-    """The kernel's view of one TCP connection."""
+    """The kernel's figures of one TCP connection."""
 
     family: int
     state: int
@@ -70,7 +70,7 @@ class TcpSocket(NamedTuple):
 
 
 def ask_kernel() -> socket.socket:
-    """Open a netlink socket; after an error it is useless. Raises: OSError: the kernel does not offer this."""
+    """Open a netlink socket; after an error the socket is useless. Raises: OSError: the kernel has no netlink."""
     if not hasattr(socket, "AF_NETLINK"):
         raise OSError("only Linux shows the sockets")
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)
@@ -79,7 +79,7 @@ def ask_kernel() -> socket.socket:
 
 
 def list_sockets(*states: int) -> Iterator[TcpSocket]:
-    """Yield all connections in these TCP states; if no state is given, the established ones. Raises: OSError."""
+    """Yield all connections in the given TCP states; by default the established connections. Raises: OSError."""
     wanted = sum(1 << state for state in states or (_ESTABLISHED,))
     with ask_kernel() as kernel:
         for family in (socket.AF_INET, socket.AF_INET6):
@@ -94,7 +94,7 @@ def list_sockets(*states: int) -> Iterator[TcpSocket]:
 
 
 def look_at(kernel: socket.socket, sockets: Collection[TcpSocket]) -> Iterator[TcpSocket]:
-    """Yield the present figures of those `sockets` that are still established. Raises: OSError."""
+    """Yield the kernel's present figures of those `sockets` that are still established. Raises: OSError."""
     kernel.send(b"".join(_request(each.family, each.id, _REQUEST, 0) for each in sockets))
     answers = 0
     while answers < len(sockets):

@@ -2,10 +2,10 @@
 
 Any peer that can dial the network daemon may send requests and open streams. Each costs the daemon and us 0.2 to 0.6 ms
 until it is refused for lack of a certificate, and one connection carries a thousand a second. So all strangers of one
-network share an allowance of requests. It is wide enough for newcomers, which are no strangers once they have shown a
-certificate. If a stranger exceeds it, we close its connections, and its address cannot dial us for a while
-(`connection_limit.py`). In a private network or on this machine each stranger has an allowance of its own, and none is
-kept from dialling.
+network share an allowance of requests. The allowance suffices for newcomers, which are no strangers once they have
+shown a certificate. If a stranger exceeds the allowance, we close its connections, and its address cannot dial us for a
+while (`connection_limit.py`). In a private network or on this machine each stranger has an allowance of its own, and
+none is kept from dialling.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Strangers:
         self._leaving: dict[PeerID, asyncio.Task[None]] = {}
 
     async def admits(self, peer: PeerID) -> bool:
-        """Return True if we may read a request or stream of `peer`. If not, its connections are about to be closed."""
+        """Return True if we may read a request or stream of `peer`; else its connections are about to be closed."""
         if self._members.access_level(peer) is not AccessLevel.STRANGER:
             return True
         place = await self._place(peer)

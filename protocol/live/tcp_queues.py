@@ -1,11 +1,11 @@
-"""Reads from the kernel, for each connection of the network daemon and each lane of this process (`lane.py`), how many
-bytes it has not delivered yet, and how long it was silent.
+"""Reads from the kernel how many bytes each connection has not delivered yet, and how long it was silent: the network
+daemon's connections and this process's lanes (`lane.py`).
 
-All connections are listed when a stream opens; later only the connections in use are queried, for which the kernel need
-not walk its whole table.
+All connections are listed when a stream opens. Later only the connections in use are queried, so that the kernel need
+not search its whole table.
 
 Rejected: measuring by the credit of our own frames. Credit returns when a frame was handled, in lumps of up to 4 MiB,
-and a busy processor at the receiver would look like a narrow line of ours.
+and a busy processor at the receiver would look like a slow uplink.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 
 
 def name_of(multiaddr: str) -> str | None:
-    """Return the name of the daemon's connection with this remote multiaddr; None: it is not over TCP, or unknown."""
+    """Return the name of the daemon's connection with this remote multiaddr; None: it is unknown, or not over TCP."""
     match = _MULTIADDR.match(multiaddr)
     if match is None:
         return None
@@ -43,7 +43,7 @@ def name_of(multiaddr: str) -> str | None:
 
 
 def hosts_of(multiaddrs: Iterable[str]) -> tuple[str, ...]:
-    """Return the IP addresses at the other ends of direct connections over TCP, each once."""
+    """Return the other ends' IP addresses of direct connections over TCP, each once."""
     names = map(name_of, only_direct(multiaddrs))
     return tuple(dict.fromkeys(name.split()[0] for name in names if name is not None))
 
@@ -66,7 +66,7 @@ class TcpQueues:
         self._kernel.close()
 
     def list(self) -> None:
-        """List the connections to other machines again: the daemon's, and this process's lanes. Raises: OSError."""
+        """List again the daemon's connections and this process's lanes to other machines. Raises: OSError."""
         of_daemon, of_us = _inodes(self._process_id), _inodes(os.getpid())
         there = [each for each in _sockets_of(of_daemon | of_us) if not each.is_local]
         self._sockets = {_name(each): each for each in there if each.inode in of_daemon}
@@ -84,8 +84,8 @@ class TcpQueues:
 
 
 def ways_of(process_id: int) -> Mapping[str, Mapping[str, Way]]:
-    """Return all connections of a network daemon, also those within this machine, by name. Two connections may have one
-    name, if each end has dialled from the port on which it listens. Raises: OSError."""
+    """Return name -> kernel's id -> figures of a network daemon's connections, also those within this machine. A name
+    has two connections if each end dialled from its listening port. Raises: OSError."""
     ways: dict[str, dict[str, Way]] = {}
     for each in _sockets_of(_inodes(process_id)):
         ways.setdefault(_name(each), {})[each.id.hex()] = _way(each)

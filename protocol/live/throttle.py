@@ -1,7 +1,7 @@
 """Keeps a peer's bytes within its rate limits: frames to send wait in one priority queue, and reading is paused.
 
-Two limits apply to sending: the volunteer's, if there is one, and that of the uplink itself (`uplink.py`). Calls never
-wait: they are small, and their callers wait for the answers.
+Two limits apply to sending: the volunteer's rate limit, if there is one, and that of the uplink itself (`uplink.py`).
+Calls never wait: they are small, and their callers wait for the answers.
 
 We count our own frames and calls, times the network's overhead (`WIRE_FACTOR`). The daemon's own traffic (directory,
 pings, keepalive) is small and not counted.
@@ -44,7 +44,7 @@ class RateLimiter(TokenBucket):
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """Count bytes that pass at once, whether there is room or not."""
+        """Count bytes that pass at once, even beyond the limit."""
         self.take(nbytes * WIRE_FACTOR)
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
@@ -63,8 +63,8 @@ class _Waiting:
 
 class SendLine:
     """The queue of all outgoing frames of this peer, over any link. Frames pass by priority, then in order of arrival;
-    a frame lets others pass while its own connection takes no more bytes. Each sixth slice is of the frame that has
-    waited longest, so that copies of state have at least a sixth of the line.
+    a frame lets others pass while its own connection takes no more bytes. Every sixth slice belongs to the frame that
+    has waited longest, so that copies of state get at least a sixth of the line.
 
     Args:
         limiter: the volunteer's rate limit; None: there is none.
@@ -83,14 +83,14 @@ class SendLine:
             uplink.on_room = self._serve
 
     async def admit(self, nbytes: int, priority: float, peer: PeerID) -> None:
-        """Wait until `nbytes` may pass to `peer`."""
+        """Wait until `nbytes` may leave for `peer`."""
         turn = self.ask(nbytes, priority, peer)
         if turn is not None:
             await turn
 
     def ask(self, nbytes: int, priority: float, peer: PeerID) -> asyncio.Future[None] | None:
         """Ask to send `nbytes` to `peer`. Return None if they may pass now, else a future that is done when they may. A
-        caller that gives up must end the future itself."""
+        caller that gives up must cancel or complete the future."""
         if not self._waiting and self._wait_s() == 0.0 and self._has_room(peer):
             self._pass(peer, nbytes)
             return None
@@ -102,7 +102,7 @@ class SendLine:
         return turn
 
     def hurry(self, peer: PeerID, priority: Priority) -> None:
-        """Raise the priority of the frame that is being sent to `peer`: a frame of `priority` waits behind it."""
+        """Raise the priority of the frame being sent to `peer`, since a frame of `priority` waits behind it."""
         for waiting in self._waiting:
             if waiting.peer == peer and priority < waiting.priority:
                 waiting.priority = priority
@@ -139,8 +139,8 @@ class SendLine:
             self.uplink.wrote(peer, nbytes)
 
     def _serve(self) -> None:
-        """Let one slice pass, and serve again once its frame has had time to queue its next slice, so that other frames
-        do not overtake it. If the uplink has no room, it calls this when it has room again."""
+        """Let one slice pass, and serve again once that slice's frame has had time to queue its next slice, so that
+        other frames do not overtake that frame. A full uplink calls this once it has room."""
         self._is_due = False
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()
@@ -218,7 +218,7 @@ class Intake:
         self.slice_bytes = limiter.slice_bytes
 
     def came(self) -> None:
-        """Pause the stream if the limit is exceeded. The caller has charged the bytes that have arrived."""
+        """Pause the stream if the limit is exceeded. The caller has already charged the arrived bytes."""
         wait_s = self._limiter.wait_s()
         if wait_s > 0.0 and self._timer is None and not self._is_lost():
             self._transport.pause_reading()

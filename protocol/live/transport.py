@@ -62,7 +62,7 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 
 
 class LiveTransport:
-    """Calls and frames between this peer and others. Call `start`, then `serve`, for which early messages wait."""
+    """Calls and frames between this peer and other peers. Call `start`, then `serve`; earlier messages wait."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
@@ -136,7 +136,7 @@ class LiveTransport:
             members: the members of the run; has the run's id and our certificate.
             listen: multiaddrs without `/p2p/…` on which the daemon listens.
             announce: multiaddrs without `/p2p/…` that we tell other peers; empty: those that libp2p finds.
-            initial_peers: multiaddrs with `/p2p/…`. None of these peers needs to be up.
+            initial_peers: multiaddrs with `/p2p/…`. These peers need not be up.
             throttle: rate limits of the traffic; None: only the uplink's own limit.
         Raises: TransportError: the daemon cannot start, a port is in use, or the state folder is another peer's.
         """
@@ -307,7 +307,7 @@ class LiveTransport:
             raise Unreachable(peer, "it is excluded from the run")
 
     async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
-        """Use the present route to `peer`. If it fails before any byte has left, find another route and try again."""
+        """Use the present route to `peer`. If it fails before any byte has left, find another route and retry."""
         if not await self._routes.is_direct(peer):
             return await carried()
         try:
@@ -579,8 +579,7 @@ class LiveTransport:
                 await self._dial_everyone()
 
     async def _dial_everyone(self) -> bool:
-        """Dial all known peers. Return half a second after the first answer, while the other dials go on in the
-        background: True if a peer has answered, False if none has."""
+        """Dial all known peers. Return True soon after the first answer (other dials go on), False if there is none."""
         gate = asyncio.Semaphore(16)
 
         async def dial(peer: PeerID) -> bool:
@@ -601,7 +600,7 @@ class LiveTransport:
         return reached > 0
 
     async def _keep_connected(self) -> None:
-        """Dial all known peers again whenever all are lost. Warn once for each such loss of peers that we had."""
+        """Dial all known peers again whenever all connections are lost. Warn once for each such loss."""
         was_connected = False
         while True:
             await asyncio.sleep(_LONELY_S)
@@ -614,11 +613,11 @@ class LiveTransport:
 
 
 class _CallFailedError(Exception):
-    """Tells the caller that we could not answer, and not why."""
+    """Tells the caller only that we could not answer, not why."""
 
 
 def dialable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Return the valid peer addresses. Even addresses on our own disk may come from strangers, and be invalid."""
+    """Return the valid ones of these peer addresses: even addresses on our own disk may come from strangers."""
     kept = []
     for address in addresses:
         with suppress(TransportError):

@@ -40,7 +40,7 @@ class Uplink:
         return self._window.bytes_per_s
 
     def follow(self, queues: TcpQueues) -> None:
-        """Watch these queues from now on. Called when the network daemon was started or restarted."""
+        """Watch these queues from now on. The caller does this after each start of the network daemon."""
         self.close()
         self._queues = queues
         self._window = UplinkWindow()
@@ -58,7 +58,7 @@ class Uplink:
         self.on_room()
 
     def opened(self, peer: PeerID, connections: Collection[str]) -> None:
-        """Record that a stream to `peer` is open over one of `connections`; if empty, it stays on this machine."""
+        """Record that a stream to `peer` is open over one of `connections`; empty: it stays on this machine."""
         if self._queues is None:
             return
         self._forget(peer)
@@ -82,7 +82,7 @@ class Uplink:
                 self._give_up(error)
 
     def left(self, connection: str) -> None:
-        """Record that a connection has ended."""
+        """Record that a connection to a peer has ended."""
         self._owners.pop(connection, None)
 
     def round_trip_s(self, peer: PeerID) -> float:
@@ -107,7 +107,7 @@ class Uplink:
             self._window.wrote(peer, nbytes)
 
     def _look(self, *peers: PeerID) -> None:
-        """Read the kernel's figures of the connections with bytes in flight, and of those to `peers`."""
+        """Read the kernel's figures of the connections with bytes in flight, and of all connections to `peers`."""
         if self._queues is None:
             return
         asked, now_s = {*peers, *map(PeerID, self._window.busy)}, asyncio.get_running_loop().time()
