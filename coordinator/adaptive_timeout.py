@@ -34,7 +34,7 @@ class Arrivals:
     deviation_s: float = 0.0
     worst_s: float = 0.0
     sign_s: float = field(init=False)
-    """When the last sign of life came: a regular message, or any other."""
+    """The time of the newest message of any kind from the peer; `last_s` counts regular messages only."""
 
     def __post_init__(self) -> None:
         self.mean_s = self.mean_s or self.interval_s

@@ -74,8 +74,8 @@ def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> t
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
-    """Let two devices, or a device and a spare, change places as long as this saves bytes of state that must travel.
-    Returns: a placement with the bounds of `found`; its steps take at most `AS_GOOD` times as long."""
+    """Return `found` with devices (spares too) exchanged in pairs, so that fewer bytes of state must travel.
+    The bounds stay; steps take at most `AS_GOOD` times as long."""
     lacks = _lacking_bytes(objective, current, found)
     limit_s = AS_GOOD * objective.step_s(found)
     at = assignment_of(objective.topology.num_devices, found)

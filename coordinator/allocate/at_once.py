@@ -79,7 +79,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return three cuts, for three assumed numbers of held microbatches: the true number depends on the cut."""
+    """Return up to three cuts into `stages`, each for another assumed number of microbatches that a stage holds."""
     found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 

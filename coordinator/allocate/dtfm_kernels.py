@@ -27,7 +27,7 @@ from shoal.coordinator.cost.compiled import below, inner, kernel
 ORDER_EXACT_MAX = 13
 """The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 at 13."""
 _PROBES = 128
-"""The first changes, this many, are only measured: their mean size scales the temperature."""
+"""An annealing first tries this many changes without keeping any: their mean size sets its temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
 """The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce (dp, in seconds) of a member, and the
 sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square of all
@@ -203,7 +203,7 @@ def _columns(x, k, above, under, partner):
 
 @inner
 def _all_reduce(row, share):
-    """Return (the largest, the sum of squares) of the all-reduce seconds of a stage's members."""
+    """Return (the largest, the sum of squares) of the seconds that each member of a stage needs for its all-reduce."""
     worst, square = 0.0, 0.0
     for d in row:
         total = 0.0

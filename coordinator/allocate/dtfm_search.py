@@ -1,4 +1,4 @@
-"""The objective of the DT-FM paper, and a search for it: stages of equal size in exact order, without spares.
+"""Searches for DT-FM's best layout: stages of equally many devices, no spares, the order of stages solved exactly.
 
 Seconds of communication a step (Yuan et al. 2022, arXiv 2206.01288, section 3):
 
