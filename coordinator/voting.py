@@ -1,11 +1,11 @@
 """Decides which members vote on the next plan and which plans a voter refuses; keeps the reasons for people. Pure.
 
 **The roll.** A plan's roll lists its electors: the members that vote on the next plan. A vote must be earned by work.
-The first roll has all members with a place (a stage or an expert). Later a member joins the roll after
-`PROBATION_HEARTBEATS` in a place, and stays on it while it is a member. If fewer than `ELECTORS_MIN` are left, members
-with places join at once, the oldest first. Electors that joined the run by the same invite form one group for good. A
-coordinator may not have seen every certificate, so it assigns newcomers to groups and moves no other member. Voters
-check the groups by what they know (`Electorate.flaw`).
+The first roll has all members with a place (a stage or an expert), and spares up to `ELECTORS_MIN`, so that a run of
+three survives its owner. Later a member joins the roll after `PROBATION_HEARTBEATS` in a place, and stays on it while
+it is a member. If fewer than `ELECTORS_MIN` are left, members with places join at once, the oldest first. Electors that
+joined the run by the same invite form one group for good. A coordinator may not have seen every certificate, so it
+assigns newcomers to groups and moves no other member. Voters check the groups by what they know (`Electorate.flaw`).
 
 **The judgement.** Before a peer votes for a plan, it checks that the plan does not contradict what it knows. The plan
 need not be the best one. What a voter does not know is no objection, otherwise a run of strangers would stand still.
@@ -92,7 +92,7 @@ class Electorate:
         holders = _holders(plan)
         placed_s = {peer: self._placed[peer][0] if peer in self._placed else now_s for peer in holders}
         if before is None:
-            return self._numbered(plan, (), holders)
+            return self._numbered(plan, (), plan.members[: max(len(holders), ELECTORS_MIN)])  # holders come first
         voted = _on_roll(before)
         kept = [peer for peer in plan.members if peer in voted]
         waiting = sorted({*holders} - {*kept} - self._refused, key=lambda peer: (placed_s[peer], peer))

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.voting import PROBATION_HEARTBEATS, Electorate
-from shoal.protocol.plan import Plan
+from shoal.protocol.plan import Plan, is_quorum
 
 INVITES = {"a": b"", "b": b"one", "c": b"one", "w": b"two", "x": b"two", "y": b"two", "z": b"two", "n": b""}
 LATER = PROBATION_HEARTBEATS + 1.0
@@ -39,6 +39,14 @@ def named(plan, roll):
 def test_the_first_roll_has_all_that_hold_a_place_by_their_invites(make):
     plan = make([["a", "b"], ["c", "w"]], spares="xyz")
     assert named(plan, electorate_of().roll(None, plan, 0.0)) == {"a", "bc", "w"}
+
+
+def test_spares_are_on_the_first_roll_of_a_small_run_which_so_survives_its_owner(make):
+    plan = make([["a", "b"]], spares="wx")
+    plan = msgspec.structs.replace(plan, roll=electorate_of().roll(None, plan, 0.0))
+    assert named(plan, plan.roll) == {"a", "b", "w"}
+    assert is_quorum({"b", "w"}, plan, "a")
+    assert not is_quorum({"b"}, plan, "a")
 
 
 def test_a_newcomer_votes_after_its_probation_and_a_spare_never(make):
