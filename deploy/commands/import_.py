@@ -136,7 +136,7 @@ def import_(
 
 
 def _in_words(made: RunSpec, run_toml: Path, *, untied: bool, text: Sequence[str]) -> Iterator[str]:
-    """Yield sentences about the run. Args: text: sentences about its text; empty: it learns the default text."""
+    """Yield sentences about the run. Args: text: sentences about the run's text; empty: the text is the default one."""
     from shoal.peer.model.layout import num_parameters
     from shoal.protocol.tensors import model_bytes, state_elements
 

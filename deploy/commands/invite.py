@@ -149,7 +149,7 @@ def _sentence(entry: dict[str, Any]) -> str:
 
 
 def qr_code(text: str, *, coloured: bool) -> str:
-    """Draw a QR code of half blocks. Args: coloured: light on dark, whatever the terminal's colours: for cameras."""
+    """Draw a QR code of half blocks. Args: coloured: light on dark on any terminal, so that cameras can read it."""
     import segno
 
     drawn = io.StringIO()

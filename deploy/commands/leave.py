@@ -13,7 +13,7 @@ from shoal.deploy.control.control_socket import ask
 from shoal.deploy.terminal.plain import say, say_result
 
 _DRAIN_S_MAX = 120.0
-"""Leaving takes at most half a minute, plus the time to write a large state."""
+"""Seconds to wait for a peer to end: it drains for at most half a minute, and then may write a large state."""
 
 
 @examples(

@@ -27,7 +27,7 @@ Everyone = Annotated[bool, typer.Option("--all", help="All peers of this user on
 def which_peers(
     command: str, *, name: str | None, everyone: bool, state_dir: Path | None
 ) -> list[tuple[str, places.Running]]:
-    """Return (label, note) of each peer that the command means.
+    """Return (label, entry about the running process) of each peer on this machine that the command means.
 
     Raises: LocalError: no peer runs here, or several could be meant; the sentence says how to choose.
     """
@@ -58,7 +58,7 @@ def names_here() -> list[str]:
 
 
 def labelled_here() -> list[tuple[str, places.Running]]:
-    """Return a unique label for each peer here: its name, or its folder if the name is ambiguous or missing."""
+    """Return (unique label, entry) of each peer here. The label is its name, or its folder if that is not unique."""
     notes = [note for note in places.all_running() if note.folder]
     ways = [[printable(note.name), Path(note.folder).name, note.folder] for note in notes]
     counts = [Counter(names) for names in zip(*ways, strict=True)]
@@ -89,7 +89,9 @@ def given_invite(text: str) -> Invite:
 
 
 def running_invite(command: str) -> Invite:
-    """Return the invite of the run last started here, for `shoal command`. Raises: LocalError: no run is up here."""
+    """Return the invite of the run that was started last on this machine and is up.
+
+    Args: command: the command of the user, for the error message. Raises: LocalError: no run is up here."""
     note = places.last_running()
     if note is None:
         raise LocalError(f"no run is up on this machine: give its invite, as in `shoal {command} INVITE`")

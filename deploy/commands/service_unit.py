@@ -22,7 +22,7 @@ _HERE = Path(__file__).parents[1]
 _SHOAL: Final = Path(sys.executable).parent / "shoal"
 """The path of the `shoal` command in this Python environment: a service does not have our PATH."""
 _OWN_VIEW: Final = "# Its own view of the files:"
-"""Marks the start of the unit's part that needs a user namespace."""
+"""The comment in the systemd unit at which the part begins that needs a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
 """Exit codes of the unit's process if systemd cannot make a namespace: EXIT_USER, EXIT_NAMESPACE."""
 _CACHES: Final = {
@@ -33,7 +33,7 @@ _CACHES: Final = {
 }
 """Variable for a library's cache folder -> its folder within shoal's cache."""
 _TOLD: Final = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME")
-"""Variables for the locations of the user's files: a service manager may not have those of the shell."""
+"""Variables to copy into the unit: they say where the user's files are, and a service manager may lack them."""
 _CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories: control characters, surrogates (no file can hold them), and line separators."""
 
@@ -166,7 +166,7 @@ def _refuse_control_characters(argument: str) -> None:
 
 
 def _bound(path: Path) -> str:
-    """Quote a path for a unit's list of mounts, in which a colon begins a target. The `-` allows a missing path."""
+    """Quote a path for a unit's list of mounts (SOURCE:TARGET): escape colons. The `-` allows a missing path."""
     return _word(f"-{path}").replace(":", "\\:")
 
 

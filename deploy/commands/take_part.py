@@ -175,7 +175,7 @@ class _Asked:
 
 @contextlib.contextmanager
 def _starting(part: PartOptions) -> Iterator[None]:
-    """Start logging and allow enough open files; in the context, which shows a spinner, the caller imports torch."""
+    """Start logging, allow enough open files, and show a spinner inside the context, where the caller imports torch."""
     start_logging(part.verbose or part.reports)
     from shoal.deploy.session.heap import importing
     from shoal.deploy.session.open_files import allow_open_files

@@ -31,7 +31,7 @@ from shoal.protocol.messages import SwarmStatus
 CLOCK_S_MAX = 3.0
 """hivemind refuses records of nodes with a clock that is off by more than this."""
 DISK_BYTES_MIN = 64 * 2**20
-"""The least free space. A peer writes more in its first minutes: plans, a log, the first snapshot of a small stage."""
+"""Less free space than this is fatal: a peer soon writes as much, in plans, a log and a small stage's snapshot."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -359,7 +359,7 @@ def members_of(status: SwarmStatus) -> set[PeerID]:
 def split_of(statuses: Sequence[SwarmStatus]) -> Problem | None:
     """Return a problem if two of these statuses, all of one run, have different coordinators and share no member.
 
-    Such a split arises when members come by invites of peers that do not know each other, or when the two sides of a
+    Such a split arises when members join by invites of peers that do not know each other, or when the two sides of a
     network partition do not notice its end. `split_watch.py` calls this function.
     """
     told = [status for status in statuses if status.peers]

@@ -27,7 +27,7 @@ class Dial(Enum):
     """Our own network has no route."""
     NO_NAME = "no name"
     UNTRIED = "untried"
-    """Not a TCP address, for example one over a relay."""
+    """No connection was tried: the address is not TCP, for example over a relay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +43,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """A peer of the invite that may be up, as far as TCP connections show, and its answers."""
+    """A peer that the invite names and that TCP connections did not show to be down, with its answers."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -55,7 +55,7 @@ class PeerFound:
     called_back: bool | None = None
     """True if the peer could connect to our port."""
     speaks: bool = False
-    """False if another peer's key answered at the address; true if this peer's key did, or none."""
+    """False if another peer's key answered at the address; true if this peer's key answered, or no key."""
     mute: str = ""
     """The network's reason why the peer gave no answer; empty: it answered."""
 
@@ -71,7 +71,7 @@ class NetworkFound:
     port: int | None = None
     """The port on which this machine listened for the test."""
     relayed: bool = False
-    """True if a relay leads to this machine."""
+    """True if other peers can reach this machine over a relay."""
     addresses: tuple[AddressFound, ...] = ()
     peers: tuple[PeerFound, ...] = ()
     statuses: tuple[SwarmStatus, ...] = ()
@@ -87,7 +87,7 @@ class GpuFound:
     """NVIDIA GPUs, and what keeps torch from using them."""
 
     present: bool | None = None
-    """True if an NVIDIA device is on the bus."""
+    """True if the PCI bus has an NVIDIA GPU."""
     driver: str | None = None
     """The kernel driver's version; empty: not loaded."""
     torch_version: str | None = None

@@ -33,7 +33,7 @@ def machine(folder: Path) -> MachineFound:
 
 
 def gpu(root: Path = Path("/")) -> GpuFound:
-    """Examine the GPUs. Args: root: the folder that contains /sys and /proc."""
+    """Examine the GPUs. Args: root: the folder that contains `sys` and `proc`; tests use another than /."""
     present, driver = nvidia(root)
     try:
         import torch

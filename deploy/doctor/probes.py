@@ -36,7 +36,7 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 _ASK_S = 10.0
 _RECORD_S = 6.0
 _DIAL_S = 5.0
-"""The transport's timeout of a dial."""
+"""The timeout of a TCP connection attempt, equal to the transport's."""
 _NO_RUN = "doctor"
 _PLACE = re.compile(r"^/(?:ip4|ip6|dns|dns4|dns6|dnsaddr)/([^/]+)/tcp/(\d{1,5})")
 _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
@@ -45,7 +45,7 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 async def examine(
     invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
 ) -> Findings:
-    """Examine machine and network in parallel, since both are slow: importing torch, and waiting for a dead address.
+    """Examine machine and network in parallel: importing torch takes long, and so does a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.

@@ -30,7 +30,7 @@ class SplitWatch:
 
     Args:
         endpoint: this peer's endpoint.
-        around: the transport that knows other peers and introduces them.
+        around: the transport, which knows addresses of other peers and can connect to them.
         own_status: asks this peer's own swarm for its status.
         say: prints a sentence; called once for each split.
     """
@@ -57,7 +57,7 @@ class SplitWatch:
             self._said = problem is not None
 
     async def look(self) -> Problem | None:
-        """Ask some peers outside our swarm, and introduce ourselves to them. Returns: the split, if there is one."""
+        """Connect to a few peers outside our swarm and ask for their status. Returns: the split, if there is one."""
         try:
             ours = await self._own_status()
         except ShoalError:
@@ -72,7 +72,7 @@ class SplitWatch:
         return split_of(statuses)
 
     async def _strangers(self, ours: set[PeerID]) -> list[PeerID]:
-        """Return a few peers outside our swarm: connected peers first, then unconnected ones, others at each call."""
+        """Return a few peers outside our swarm: connected ones first, then others, which take turns over the calls."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
         strange = [peer for peer in strange if peer not in ours and peer != self._endpoint.peer_id]

@@ -60,17 +60,17 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If it cannot hold the model, all but `card` and `layers` is null."""
+    """The figures of one card for one model. If such cards cannot hold the model, the optional figures are null."""
 
     card: str
     layers: int
-    """The number of decoder layers that the card holds, counted in the middle of the model."""
+    """The number of decoder layers that fit on the card without the embedding, or all if it holds the whole model."""
     cards: int | None = None
-    """The number of cards that hold the whole model once."""
+    """The number of these cards that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
     """The rate of a pipeline of these cards, if only their speed limits it."""
     up_mbit_s: float | None = None
-    """The rate at which each card sends to its two neighbours; null if one card holds the whole model."""
+    """The rate at which each card sends to both neighbours together; null if one card holds the whole model."""
     fetch_gb: float | None = None
     """A newcomer's download before its first microbatch: its layers' weights and moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
@@ -169,7 +169,7 @@ def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | 
 
 
 def held_from(workload: Workload, begin: int, free_bytes: float) -> int:
-    """Return how many layers fit into `free_bytes`, counted from layer `begin` on."""
+    """Return how many consecutive layers from `begin` on fit into `free_bytes`."""
     return sum(_fits(workload, begin, end, free_bytes) for end in range(begin + 1, workload.num_layers + 1))
 
 

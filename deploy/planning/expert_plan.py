@@ -25,7 +25,7 @@ from shoal.protocol.errors import LocalError
 NODES_MAX = 10_000
 EXPERTS_MAX = 10_000
 SLOTS_MAX = 100_000
-"""The most slots in all; more would take minutes, and is probably a typing error."""
+"""The most slots (each for one replica of an expert) of all nodes; more would take minutes, and is likely a typo."""
 
 
 class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,20 +45,20 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     """Expert -> number of replicas."""
     placement: tuple[tuple[int, ...], ...]
-    """Node -> experts in its slots. A node that lists an expert twice stores it once, and does two parts of its
-    work."""
+    """Node -> experts in its slots. A node with an expert in two slots stores the expert once, and does two shares
+    of its work."""
     recovery_probability: float
-    """The probability that no expert loses all holders; a lower bound if not exact. Without probabilities in the file
-    each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
+    """The probability that no expert loses all its nodes, exactly or as a lower bound. If the file gives no
+    probabilities, each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
     recovery_probability_is_exact: bool
     loss_probability: float
-    """1 - `recovery_probability`, in full precision."""
+    """1 - `recovery_probability`, without the rounding error of this subtraction."""
     recovery_by_failures: tuple[float, ...] | None
-    """k -> probability that no expert is lost if k random nodes fail; null: too many nodes to count."""
+    """k -> probability that no expert is lost if k random nodes fail; null: too many nodes to count all cases."""
     busiest_replica_load_ratio: float
-    """The load of the busiest replica, divided by the mean of a slot."""
+    """The load of the busiest replica, divided by the mean load of a slot."""
     busiest_node_load_ratio: float
-    """The load per slot of the busiest node, divided by the mean, if tokens are divided in the best way."""
+    """The busiest node's load per slot, divided by that of all nodes together; tokens are divided in the best way."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:

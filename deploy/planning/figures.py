@@ -56,7 +56,7 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one member, for a class of members: a region or, without regions, a device."""
+    """The figures of one member of a class. A region is a class; without regions, each device is one."""
 
     name: str
     members: int
@@ -64,7 +64,7 @@ class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
     up_gb_month: tuple[float, float]
     """The least and the largest upload of a member, in 10^9 bytes in `DAYS_A_MONTH` days."""
     down_gb_month: tuple[float, float]
-    """The same for the download."""
+    """The least and the largest download of a member, in 10^9 bytes in `DAYS_A_MONTH` days."""
     watts: float
     watts_are_assumed: bool
 

@@ -18,7 +18,8 @@ from shoal.protocol.topology import Topology, WorkloadEntry
 
 LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
 """`ours`: the throughput planner; `at-once`: its rule without a search; `dtfm`: our search with the DT-FM objective;
-`given`: stages in the file's order; `random`: in random order; `mod`: device i in stage i mod K; `greedy`: by speed."""
+`given`: devices fill the stages in the file's order; `random`: in random order; `mod`: device i is in stage i mod K;
+`greedy`: rules that look only at speed and memory."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 
@@ -59,7 +60,7 @@ class LayoutRequest:
 
     @property
     def work(self) -> int:
-        """`seconds` in units of work. On the measured machines a search never took longer than `seconds`."""
+        """The amount of search work for `seconds`. No machine on which we measured took longer than `seconds`."""
         from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 
         return max(1, round(self.seconds * WORK_PER_SECOND))
@@ -111,7 +112,7 @@ def _dtfm(request: LayoutRequest) -> Placement:
 
 
 def _greedy(request: LayoutRequest) -> Placement:
-    """Return the layout by speed alone: the live coordinator answers a change of members with the same rule."""
+    """Return a layout by `greedy.py`, the rules by which a live coordinator at once answers a change of members."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(

@@ -27,7 +27,7 @@ GAIN_MIN: Final = 0.005
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""The largest values to try: the line of a fast data centre, the largest cards of 2026."""
+"""The largest rate, memory and speed to try: the line of a fast data centre, and the largest cards of 2026."""
 _MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -61,7 +61,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     down_mbps: float | None
     """The download rate of the network card; None: only paths limit it."""
     step_with_one_s: float | None
-    """Seconds of the best step with one of these devices as it is; None: it fits into no place."""
+    """Seconds of the best step with one of these devices added as it is; None: it fits nowhere in the plan."""
     why: str
     needs: tuple[Need, ...]
     """Alternative needs, those of a single resource first. Empty: the device helps as it is, or no change helps."""
@@ -155,7 +155,7 @@ class _Examined:
         return best
 
     def has(self) -> dict[Resource, float]:
-        """Return the device's present values: Mbit/s of its line's slower direction, GB of memory, TFLOP/s."""
+        """Return the device's present values: Mbit/s in the slower direction of its line, GB of memory, TFLOP/s."""
         topology, device = self.topology, self.device
         card = min(float(topology.up_bytes_per_s[device]), float(topology.down_bytes_per_s[device]))
         if not math.isfinite(card):
@@ -168,8 +168,8 @@ class _Examined:
         }
 
     def values(self, resources: Sequence[Resource], part: float) -> dict[Resource, float]:
-        """Return for each of `resources` the value at the fraction `part` between the device's present value and the
-        largest, on a logarithmic scale, rounded up to two digits as in print."""
+        """Return resource -> a value between the device's present one (`part` 0) and the largest (`part` 1), on a
+        logarithmic scale. It is rounded up to the two digits that are printed."""
         has = self.has()
         most = {resource: max(_MOST[resource], has[resource]) for resource in resources}
         return {each: _rounded_up(has[each] ** (1.0 - part) * most[each] ** part) for each in resources}

@@ -22,15 +22,15 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     first_layer: int
     last_layer: int
-    """The first layer after the stage."""
+    """The layer after the stage's last one."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """The GB that a real peer needs with all state on its card, at the member with the fullest card; null: not
-    computed."""
+    """The GB that a real peer needs to keep all state on its GPU. This figure, `least_gb` and `has_gb` are those of the
+    stage's member that is shortest of GPU memory; null: not computed."""
     least_gb: float | None = None
-    """The GB needed on a full card, with the optimizer's moments in the machine's memory."""
+    """The GB that this member needs on its GPU if the optimizer's moments are in the machine's memory."""
     has_gb: float | None = None
-    """The GB of this member's card."""
+    """The GB that this member's GPU has."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,9 +50,9 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     why: str
     """Why the layout is impossible, even if it has stages; empty: it is possible."""
     took_s: float
-    """Seconds of one core that making the layout took, with loading the compiled kernels."""
+    """The CPU seconds that making the layout took, including those for loading the compiled kernels."""
     same_as: str = ""
-    """An earlier layout of the comparison that is equal; empty: none."""
+    """The name of an earlier, equal layout in the comparison; empty: there is none."""
     figures: Figures | None = None
     """The figures for the members; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
@@ -62,8 +62,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """The predicted seconds of a step, for people. The search compares layouts by another, slightly different
-        figure, `cost_s`."""
+        """The predicted seconds of a step, for people. Searches compare layouts by `cost_s`, which differs a little."""
         return self.parts.get("foreseen_s", math.inf if self.cost_s is None else self.cost_s)
 
     @property
@@ -123,7 +122,7 @@ def stages_with_memory(report: PlanReport, request: LayoutRequest, spec: RunSpec
 
 
 def said_of_memory(stages: Sequence[StageLine]) -> str:
-    """Return sentences on what real peers do where a card is too small; empty: all cards are large enough."""
+    """Return sentences on what peers do in stages where a GPU is too small; empty: all GPUs are large enough."""
     short = [line for line in stages if line.needs_gb and line.has_gb and line.needs_gb > line.has_gb]
     full = [line for line in short if line.least_gb and line.has_gb and line.least_gb <= line.has_gb]
     told = []

@@ -1,4 +1,4 @@
-"""Prints a table row by row, as the rows arrive; so the widths of the columns are fixed in advance."""
+"""Prints a table row by row, as soon as each row is known. Therefore the widths of the columns are fixed."""
 
 from collections.abc import Sequence
 from typing import NamedTuple

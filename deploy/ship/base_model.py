@@ -20,7 +20,7 @@ from shoal.protocol.tensors import adapter_names, magnitude_name
 
 
 class BaseModel:
-    """The base model of a run's adapters. Raises: LocalError: `folder` is not a model of this shape.
+    """The base model of a run's adapters. Raises: LocalError: `folder` has no model of the base's shape.
 
     Args:
         near: folders of snapshots. A peer keeps the base's layers in the same run folder as its snapshots.
@@ -38,7 +38,7 @@ class BaseModel:
         self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
 
     def layer(self, key: str) -> Tensor:
-        """Return a layer as `stored_base` encodes it, checked by its digest. Raises: LocalError: no copy is here."""
+        """Return a base layer as `stored_base` encodes it; its digest is right. Raises: LocalError: it is not here."""
         digests = self._spec.initial.digests
         if not digests:
             return seed_base(self._spec, key)
@@ -65,8 +65,8 @@ class BaseModel:
 
     @cached_property
     def _copy(self) -> FolderBase | None:
-        """This machine's copy of the base: in the user's folder; else in the folder that the run spec names; else in
-        the Hugging Face cache."""
+        """This machine's copy of the base: the one in the user's folder; else in the folder that the run spec names;
+        else in the Hugging Face cache. None: there is no copy."""
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:
@@ -80,7 +80,7 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
     """Find the base model of a snapshot with adapters; None if the snapshot contains the whole model.
 
     Args: folder: the user's path of the base; None: search for it.
-    Raises: LocalError: `folder` is not this base, or the run has no adapters, so needs no base.
+    Raises: LocalError: `folder` has no model of the base's shape, or is given for a run without adapters.
     """
     if snapshot.spec.adapter is None:
         if folder is not None:
@@ -92,9 +92,9 @@ def base_of(snapshot: FoundSnapshot, folder: Path | None = None) -> BaseModel | 
 
 
 def adapters_for_peft(spec: RunSpec, key: str, param_N: Tensor, base: BaseModel | None) -> dict[str, Tensor]:
-    """Return the adapters of a layer by PEFT's names, float32.
+    """Return {name that PEFT uses: tensor} of a layer's adapters, float32.
 
-    DoRA's magnitude vector [rows] is trained as a change of the base's row norms. PEFT stores norm plus change, so
+    A run trains DoRA's magnitude vector [rows] as a change of the base's row norms. PEFT stores norm plus change, so
     DoRA needs `base`. Raises: LocalError: the base is not on this machine.
     """
     adapters = state_layout(spec, key).views(param_N)

@@ -85,8 +85,8 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return (`context` tokens from `start` on, their targets: the next tokens), both int64 [T]. Targets before
-    position `learn_from` of the text, or after its end, are IGNORED."""
+    """Return (`context` tokens from `start` on; the next token of each, as its target), both int64 [T]. Targets
+    before position `learn_from` of the text, or after the text's end, are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)

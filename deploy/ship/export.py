@@ -31,7 +31,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX
 
 _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""Files that belong to the tokenizer.json in the same folder."""
+"""Files that an export copies from the folder of the tokenizer.json, because they belong to the tokenizer."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Fields that an exported config copies from the initial model's config: training does not change them."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +39,7 @@ Form = Literal["hf", "peft"]
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """The written folder."""
+    """A written folder: where it is, the version of the run that it contains, and its size."""
 
     folder: str
     run: str
@@ -116,7 +116,7 @@ def export(
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
-    """Return name -> content of all files except weights and card."""
+    """Return name -> content of all files except the weights and the model card."""
     tokenizer = load_tokenizer(spec.data, path=tokenizer_path)
     if spec.data.tokenizer == BYTES:
         vocabulary = byte_tokenizer_json()
@@ -153,7 +153,7 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
 def _carried(folder: Path, *, began_there: bool) -> dict[str, bytes]:
     """Return name -> content of the files that belong to the tokenizer.json in `folder`.
 
-    Args: began_there: True if `folder` has the run's initial weights; then add the generation config.
+    Args: began_there: True: `folder` has the run's initial weights, so its generation config is added.
     Raises: LocalError: a file cannot be read.
     """
     names = (*_CARRIED, "generation_config.json") if began_there else _CARRIED
@@ -260,7 +260,7 @@ def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype
 
 
 def _is_embedding_again(spec: RunSpec, name: str) -> bool:
-    """True if `name` is the head of a tied model: the export has this matrix only as the embedding."""
+    """True if `name` is the head of a tied model; an export stores this matrix only once, as the embedding."""
     return spec.model.tied and name == HEAD_MATRIX
 
 

@@ -32,14 +32,14 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSnapshot:
-    """A version of which every layer is in some folder. Damage is found only when a layer is read."""
+    """A run's version with a copy of every layer on this machine. Damage is found only when a layer is read."""
 
     run: str
     era: int
     version: int
     spec: RunSpec
     parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
-    """Layer -> folders of snapshots that have it. If the run places experts on single peers, the keys are units: an
+    """Layer -> folders of snapshots that have this layer. If the run places experts on single peers, each key is one
     expert, or the rest of a layer."""
 
     @property
@@ -56,7 +56,7 @@ class FoundSnapshot:
         return torch.cat([self.state(unit).param_N for unit in unit_keys(self.spec.model, key)])
 
     def state(self, part: str) -> LayerState:
-        """Return one of `parts` with its optimizer moments. Raises: DamagedSnapshot: every copy is damaged."""
+        """Read parameters and moments of `part`, a key of `parts`. Raises: DamagedSnapshot: every copy is damaged."""
         for disk, path in self.parts[part][:-1]:
             try:
                 return read_layers(disk, path, [part])[part]
@@ -92,7 +92,7 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Return the whole versions in these folders, newest first. If several runs are there, use the last written run.
+    """Return the whole versions in these folders, newest first; of several runs, those of the run written last.
 
     Raises: LocalError: no version is whole.
     """
@@ -158,5 +158,5 @@ def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSn
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Return the keys under which the snapshots of a run store its layers."""
+    """Return the keys under which snapshots store layers; experts have their own if the run places experts."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)

@@ -23,7 +23,7 @@ class Manner:
     """The chat template of a model that answers; None: the model continues the text."""
     end_tokens: frozenset[int] = frozenset()
     end_text: str = ""
-    """The end of a turn as text, if it is not a single token: a model of bytes writes it letter by letter."""
+    """The end of a turn as text, for a model that writes it in several tokens (a model of bytes). Empty: none."""
 
 
 def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None = None) -> Manner:
@@ -60,7 +60,7 @@ def write(
     """Sample up to `num_tokens` tokens after `prompt`, until the model ends the text, and yield it piece by piece.
 
     The text may contain terminal control characters. An empty prompt begins a new document. Args: manner: None:
-    as in training. Raises: LocalError: the prompt has tokens unknown to the model, or is empty for a chat model.
+    prompt as in training. Raises: LocalError: the prompt has tokens unknown to the model, or is empty for a chat model.
     DataError: the chat template refuses the prompt, or there is no valid one.
     """
     manner = manner or manner_of(predictor, chat=None)
@@ -90,7 +90,7 @@ def sampled(
 
 
 def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
-    """Yield the text of `parts` before `end`. Hold back a tail that may begin `end` until the next part."""
+    """Yield the text of `parts` before `end`. A tail that may be the beginning of `end` waits for the next part."""
     if not end:
         yield from parts
         return
@@ -107,7 +107,7 @@ def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
 
 
 def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
-    """Return the end tokens that the config files in the tokenizer.json's folder name."""
+    """Return the end tokens that are named in config files beside the tokenizer.json."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         if os.path.lexists(folder / name):

@@ -1,7 +1,7 @@
 """Converts between our `ModelSpec` and a Hugging Face `config.json`, for all families of `protocol/decoder.py`.
 
-`protocol/decoder.py` lists the switches of each family; `_READ` reads them, `_switches_written` writes them. Our
-tensors have Hugging Face's names and shapes anyway (`protocol/tensors.py`).
+`protocol/decoder.py` lists the switches (fields of `DecoderSpec`) of each family; `_READ` reads them,
+`_switches_written` writes them. Tensors need no conversion: ours have Hugging Face's names and shapes.
 """
 
 from collections.abc import Callable, Mapping
@@ -120,7 +120,7 @@ def is_tied(config: Mapping[str, Any]) -> bool:
 
 
 class _Said:
-    """Looks up a config's fields, with the defaults of `transformers`."""
+    """Looks up a config's fields; an omitted field has the default of `transformers` for the model family."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         self.kind = str(config.get("model_type"))
@@ -224,9 +224,9 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 
 
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
-    """Return Yarn's factor of cosines and sines; None if the factor is the default, `yarn_factor(factor)`.
+    """Return the factor by which Yarn scales cosines and sines; None: the default, `yarn_factor(factor)`.
 
-    Some configs (DeepSeek's) give this factor as the ratio of the factors for `mscale` and `mscale_all_dim`.
+    Some configs (DeepSeek's) give the factor indirectly: as that for `mscale` divided by that for `mscale_all_dim`.
     """
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))
@@ -246,7 +246,7 @@ _READ: Final[Mapping[str, Callable[[_Said], Any]]] = {
     "attention_softcap": lambda said: float(said("attn_logit_softcapping") or 0.0),
     "logit_softcap": lambda said: float(said("final_logit_softcapping") or 0.0),
 }
-"""Switch with several values within a family -> the function that reads it from a config."""
+"""Switch (field of `DecoderSpec`) that a family does not fix -> the function that reads its value from a config."""
 _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 

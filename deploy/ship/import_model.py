@@ -2,8 +2,8 @@
 
 Nothing is copied: the run spec names the folder and has a digest of every layer. When a peer asks for layers, the host
 reads them from the folder, and the peer checks the digests. So the folder must stay in place until the run has started.
-In a run with adapters a digest is taken of each base layer as the run stores it; a peer that already has the model
-need not download it.
+In a run with adapters the digests are those of the base's layers as the run stores them. A peer that already has the
+same model on its disk compares the digests, and need not download it.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 _SMALLEST: Final = "layers.0"
-"""The layer by which a copy is told from other models of the same shape: it is smaller than embedding and head."""
+"""The layer that is compared to tell a copy of the base from other models of its shape. It is a small one."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The allowed dtypes of weights. Integers are refused: a conversion would silently give wrong weights."""
@@ -101,7 +101,7 @@ class FolderWeights:
 
 
 class FolderBase(FolderWeights):
-    """Implements `InitialWeights` for a run with adapters: a folder's layers as the run stores its base."""
+    """Implements `InitialWeights` for a run with adapters: reads layers from a folder, and encodes them as the base."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
         super().__init__(folder, spec.model)
@@ -134,7 +134,7 @@ def import_model(
         context: tokens of a sample; None: as many as the model allows, at most 1,024.
         stages: `swarm.stages`; None: as in `base`, or "auto".
         untie: if the head is tied to the embedding, make it a layer of its own, at first with the same values.
-        adapter: the adapters to train; None: as in `base`; if it has none, train all weights.
+        adapter: the adapters to train; None: those of `base`; if `base` has none either, train all weights.
         steps_of: returns a number of steps that suits the run's text; it is called before the weights are read.
     Raises: LocalError: shoal cannot train this model; the text says why. DataError: its tokenizer is missing or wrong.
     """
@@ -169,7 +169,7 @@ def import_model(
 
 
 def weights_in(folder: Path, spec: RunSpec) -> FolderWeights:
-    """Return the folder's weights as the run stores them. Raises: LocalError: the weights do not fit the model."""
+    """Open the folder's weights as the run stores them. Raises: LocalError: the weights do not fit the model."""
     return FolderWeights(folder, spec.model) if spec.adapter is None else FolderBase(folder, spec)
 
 
@@ -189,10 +189,11 @@ def open_initial(spec: RunSpec, on_progress: OnProgress = lambda share: None) ->
 
 
 def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
-    """Return this machine's copy of the base, or None. A layer is compared with the run's digest when it is read.
+    """Return this machine's copy of the run's base model; None: there is none. Its layers are not checked all: compare
+    each layer that you read with the run's digest.
 
     Args: folder: the copy's folder; None: search the Hugging Face cache for the model.
-    Raises: LocalError: `folder` is not such a model, or the run has no base.
+    Raises: LocalError: `folder` has no model of the base's shape, or is given for a run without a base.
     """
     if spec.adapter is None or not spec.initial.digests:
         if folder is not None:

@@ -36,7 +36,7 @@ class LoadedModel:
     tokenizer: Tokenizer
     name: str
     snapshot: FoundSnapshot | None
-    """None: the model comes from a folder, which does not say what it was trained on."""
+    """The snapshot with the weights; None: they come from a model's folder, which does not name a run."""
 
     @property
     def spec(self) -> RunSpec | None:
@@ -97,7 +97,7 @@ def load_model(
 
 
 def _is_model(folder: Path) -> bool:
-    """True if `wanted` is a model's folder, not a snapshot."""
+    """True if `folder` has a model for `transformers`, not a snapshot."""
     return (folder / "config.json").exists() and not (folder / MANIFEST).exists()
 
 

@@ -30,7 +30,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     digest: str
-    """BLAKE3 of its tokens and of the mask of learnt tokens; empty: unknown."""
+    """BLAKE3 of the source's tokens, and of the mask that marks the tokens to learn; empty: unknown."""
     format: str
     weight: float
     subset: str = ""
@@ -55,18 +55,18 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     era: int
     steps: int
-    """Steps done; the run has `steps_planned`."""
+    """The number of steps done, out of `steps_planned`."""
     steps_planned: int
     tokens: int
-    """Tokens of these steps, given-up microbatches included."""
+    """The number of tokens in the steps done, including microbatches that were given up."""
     parameters: int
     base: Base | None
-    """None: the initial weights were random, drawn from the seed."""
+    """The model with the initial weights; None: they were random, drawn from the seed."""
     sources: tuple[DataSource, ...]
     tokenizer_digest: str
-    """BLAKE3 of the tokenizer.json; empty for bytes."""
+    """BLAKE3 of the tokenizer.json; empty: the tokens are bytes, without a tokenizer.json."""
     contributors: int | None
-    """Peers that took part, according to this machine's records; None: there is no record here."""
+    """The number of peers that took part, by this machine's record of the run; None: it has no record."""
     evaluations: tuple[Score, ...]
 
 

@@ -40,7 +40,7 @@ class Predictor(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The model's version; None: a folder's model has none, or a swarm has used no version yet, or several."""
+        """The model's version; None: it is a folder's model, or a swarm that has answered with none or with several."""
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
         """Return the sum of the losses, in nats, of all targets but IGNORED ones.
@@ -57,6 +57,6 @@ class Predictor(Protocol):
 
 
 def check_vocabulary(predictor: Predictor, token_max: int, where: str) -> None:
-    """Check the largest token against the vocabulary. Raises: LocalError: the model does not have this token."""
+    """Raise LocalError if the model lacks the token `token_max`. Args: where: its origin, for the error message."""
     if token_max >= predictor.model.vocab_size:
         raise LocalError(f"{where} has token {token_max}, and the model knows {predictor.model.vocab_size}")

@@ -1,8 +1,8 @@
-"""The compute of a modelled peer. Its results have the right size and version, but no contents.
+"""Defines the computations of a modelled peer. Their results have the right size and version, but no contents.
 
 Vectors are `Extent` objects. Payloads, activations and tokens are phantoms (`extents.py`): they have only a length,
-which sets their time on a link. The simulated device computes a job in a time by the job's FLOP. `routing.py` draws the
-tokens of each placed expert.
+which determines how long a link is busy with them. A job's FLOP determine how long the simulated device is busy.
+`routing.py` draws the number of tokens that each placed expert gets.
 """
 
 from collections.abc import Callable
@@ -78,7 +78,7 @@ class ModelledRuntime(_ModelledStage):
 
 
 class ModelledTrunk(_ModelledStage):
-    """Replaces `StageTrunk` in a simulation; `routing` draws the tokens of each expert."""
+    """Replaces `StageTrunk` in a simulation; `routing` draws the number of tokens for each expert."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, vectors: Vectors, routing: SimulatedRouting
@@ -124,7 +124,7 @@ class ModelledTrunk(_ModelledStage):
             self.expert_loads.add(layer, torch.tensor(self._routing.counts_of(microbatch, layer)))
 
     def _calls(self, microbatch: Microbatch, *, backward: bool) -> Calling[None]:
-        """Call the experts of all layers; a backward starts with the experts of the last layer."""
+        """Yield the calls to the experts of each layer, from the first layer on, or backward from the last layer on."""
         tokens = self._routing.tokens
         for layer in reversed(self._layers) if backward else self._layers:
             counts = self._routing.counts_of(microbatch, layer)

@@ -1,4 +1,4 @@
-"""Stand-ins for tensors and payloads that have a size but no contents, and states and vectors made of them."""
+"""Defines stand-ins for tensors and payloads, with a size but no contents, and layer states made of stand-ins."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -103,7 +103,7 @@ class ModelledVectors(Vectors):
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Return a payload of a mean in `form` if that has few bits, else None. The mean has no numbers to round."""
+        """Return a payload of the mean's size if `form` has few bits (a real mean is then rounded), else None."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
@@ -138,7 +138,7 @@ class ModelledVectors(Vectors):
 
 
 class ModelledBase:
-    """Implements `InitialWeights`: the frozen base of adapters, which has only a size."""
+    """Implements `InitialWeights` with only a size, for the frozen base model of adapters."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
@@ -148,8 +148,8 @@ class ModelledBase:
 
 
 def with_modelled_base(spec: RunSpec) -> RunSpec:
-    """Return `spec` changed so that peers download the base of adapters instead of building it from the seed. A spec
-    without adapters is returned as it is."""
+    """Return `spec` changed so that peers download the adapters' base model, and do not make it from the seed. Return
+    a spec without adapters as it is."""
     if spec.adapter is None:
         return spec
     digests = tuple(_digest_of(base_numel(spec, key)) for key in all_layer_keys(spec.model))

@@ -1,4 +1,4 @@
-"""Makes the timelines of a page: the jobs of each device in the last steps of a run."""
+"""Makes the timelines of the HTML page: the jobs of each device in the last steps of a run."""
 
 from collections.abc import Sequence
 
@@ -10,13 +10,13 @@ from shoal.protocol.topology import Topology
 
 KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
 SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
-"""The words of the page for `KINDS`, in the same order."""
+"""The words that the page shows for `KINDS`, in the order of `KINDS`."""
 SPANS_MAX = 40_000
-"""The limit on the spans of a timeline, since more would take many megabytes. A window with more shows fewer steps."""
+"""The most jobs in the timelines of a run: more would take many megabytes, so fewer steps are shown instead."""
 DEVICES_MAX = 128
 STEPS_MAX = 4
 _UNITS = 100_000
-"""The number of units of time into which the window is divided."""
+"""The number of chart units into which the shown time is divided."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):

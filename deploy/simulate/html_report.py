@@ -26,7 +26,7 @@ _LABELS_MAX = 80
 
 
 class Map(msgspec.Struct, frozen=True, kw_only=True):
-    """A matrix of the bytes sent in a step, from row to column."""
+    """A matrix of the bytes sent in a step. `bytes[i][j]` is what `labels[i]` sends to `labels[j]`."""
 
     title: str
     labels: tuple[str, ...]
@@ -49,7 +49,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PageFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of the first strategy with a measured pace; empty: no strategy has one."""
+    """The figures of the first strategy with a measured pace. All fields are empty if there is no such strategy."""
 
     strategy: str = ""
     lines: Sequence[tuple[str, str]] = ()

@@ -31,7 +31,7 @@ class SimLedger:
     ) -> None:
         self.steps: list[StepCommitted] = []
         self.undone: list[StepCommitted] = []
-        """The committed steps that a return to an earlier version has undone."""
+        """The steps that were committed, and then undone because the run returned to an earlier version."""
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
@@ -40,7 +40,7 @@ class SimLedger:
         self.plan: Plan | None = None
         """The newest plan that any node obeyed."""
         self._num_groups = 0
-        """The number of commits of a step by the last plan: one for each stage and each group of expert holders."""
+        """The number of groups that each commit a step under the last plan: stages, and groups of expert holders."""
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline
@@ -63,7 +63,7 @@ class SimLedger:
         self._note("left", device, name)
 
     def obeyed(self, plan: Plan) -> None:
-        """Record that a plan is in force. Every node reports every plan, so all reports but the first are ignored."""
+        """Record that a plan is in force. Every node reports every plan; only the first report of a plan counts."""
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
@@ -83,7 +83,7 @@ class SimLedger:
         self._note("plan", -1, plan.reason)
 
     def committed(self, report: CommitReport) -> None:
-        """Record a commit. Every member reports every commit of its group; all reports but the first are ignored."""
+        """Record a commit. Every member of a group reports its commits; only the first report of each counts."""
         groups = self._commits.setdefault((report.era, report.step), set())
         if report.stage in groups:
             return

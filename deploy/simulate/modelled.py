@@ -41,8 +41,8 @@ from shoal.protocol.topology import Topology
 
 
 class Churn(NamedTuple):
-    """A change of membership: `remove` is a power cut, `leave` a good-bye, `add` a start or restart. An `add` while the
-    device still says good-bye does nothing. A device is absent at first if its first event is an `add` after 0 s."""
+    """A change of membership: `remove` is a power cut, `leave` an orderly end, `add` a start or restart. An `add` while
+    the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent before."""
 
     at_s: float
     kind: Literal["add", "remove", "leave"]
@@ -51,17 +51,17 @@ class Churn(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """The conditions that end a run; the first to hold ends it."""
+    """The conditions that end a run, as soon as one of them holds."""
 
     steps: int | None = None
     """The number of steps that every stage commits before the run ends; None: as in the spec."""
     steps_after: int = 0
-    """The number of further steps that the spec allows, so that the last counted step overlaps with a next one."""
+    """The number of steps that nodes may do beyond `steps`, so that the last counted step overlaps with a next one."""
     seconds: float | None = None
     """The virtual time at which the run ends; None: unlimited."""
     look_every_s: float = 60.0
-    """The virtual seconds between two calls of `is_enough`. At the same times the devices' jobs are added up and,
-    unless a timeline is wanted, dropped."""
+    """The virtual seconds between two calls of `is_enough`. At each call the working times of the devices' jobs are
+    added up, and the jobs are dropped unless a timeline is wanted."""
     is_enough: Callable[[], str] = lambda: ""
     """A function that returns why to end the run; empty: the run goes on."""
 
@@ -72,10 +72,10 @@ class ModelledRun:
 
     topology: Topology
     spec: RunSpec
-    """The run spec. The number of stages follows a placement, `min_peers` is the number of devices present at first,
-    and there are no validations and no snapshots. No memory is allocated for the model."""
+    """The run spec, changed for the simulation: a placement in `stages` gives the number of stages, `min_peers` is the
+    number of devices present at first, and warm-up of the optimizer, validations and snapshots are off."""
     stages: Placement | Allocator | None = None
-    """A placement stays as it is while its devices are up; an allocator is asked at every change. None: the
+    """A placement is kept, without its absent devices; an allocator is asked at every change of members. None: the
     coordinators use their own allocator."""
     seed: int = 0
     churn: Sequence[Churn] = ()
@@ -84,7 +84,7 @@ class ModelledRun:
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
-    """Makes the swarm. Tests and benchmarks disturb devices here, or imitate other systems."""
+    """Makes the swarm. Tests and benchmarks pass a subclass that disturbs devices or imitates other systems."""
     chunk_bytes: int | None = None
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on(topology)`."""
     expert_loads: Sequence[float] | None = None

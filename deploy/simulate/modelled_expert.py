@@ -1,4 +1,4 @@
-"""Modelled experts, and payloads of tokens that have only a size."""
+"""Defines modelled experts, and a token wire with payloads that have only a size."""
 
 from collections.abc import Iterable
 from typing import Any, cast

@@ -1,4 +1,4 @@
-"""A modelled shard (the layers or experts that a peer holds): its states and gradients have only a size."""
+"""Defines a modelled shard (the layers or experts that a peer holds), with states and gradients of only a size."""
 
 from collections.abc import Mapping
 

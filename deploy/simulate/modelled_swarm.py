@@ -24,7 +24,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""The ports of a node that its simulated peer provides."""
+"""The ports that a simulated peer gives its node; None: the node makes its own `Traffic`."""
 
 
 class ModelledSwarm:
@@ -60,10 +60,10 @@ class ModelledSwarm:
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
         self._nodes: dict[int, Node] = {}
-        """Device -> its node, if it has started and was not told to leave."""
+        """Device -> its node, if the node has started and was not told to leave."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._apart: dict[int, set[int]] = {}
-        """Device -> the devices that it has no path to."""
+        """Device -> the devices to or from which it has no path."""
         passes = topology.bytes_per_s > 0.0
         for one, other in np.argwhere(~(passes & passes.T)).tolist():
             if one != other:
@@ -104,7 +104,7 @@ class ModelledSwarm:
             self._ledger.left(device, self._topology.names[device])
 
     def leave(self, device: int) -> None:
-        """Let the device's process say good-bye, as a real process does at its first signal. If the node has not
+        """Let the device's process leave in order, as a real process does at its first signal. If the node has not
         started yet, end the process at once."""
         node, peer = self._nodes.pop(device, None), self._peers.get(device)
         if node is None or peer is None or not peer.is_alive:

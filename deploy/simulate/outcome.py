@@ -35,7 +35,7 @@ class Outcome:
     spec: RunSpec
     churn: "tuple[Churn, ...]" = ()
     placement: Placement | None = None
-    """None: the simulated coordinators decide, or `problem` says why there is no placement."""
+    """The layout; None: the simulated coordinators choose it, or `problem` says why there is none."""
     predicted: Cost | None = None
     """The cost by the throughput objective; None for changing layouts, which it does not model."""
     problem: str = ""
@@ -50,7 +50,7 @@ class Outcome:
 
     @property
     def run(self) -> object:
-        """A key: outcomes with equal keys have the same run. None: this outcome's strategy cannot be run."""
+        """A value that is equal for two outcomes if their runs would be the same. None: this strategy cannot be run."""
         if self.problem:
             return None
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
@@ -79,7 +79,8 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float | None
     """The share of time after the warm-up in which devices with a stage do nothing; None: there is no timeline."""
     bound_by: str
-    """The reason for missing figures; else the predicted bottleneck; without a prediction, the events."""
+    """The reason for missing figures. If none are missing: the predicted bottleneck or, without a prediction, a summary
+    of the run's events."""
     note: str
     """A note on the figures: the run was cut off, or few steps were measured."""
     same_as: str
@@ -155,8 +156,7 @@ def idle_share(outcome: Outcome) -> float | None:
 
 
 def bound_by(cost: Cost | None) -> str:
-    """Return what limits a step by the throughput objective, or why no step is possible. Empty: `cost` predicts
-    nothing."""
+    """Return what limits a step by the throughput objective, or why no step is possible. Empty: unknown."""
     if cost is None or cost.bound is None:
         return cost.why if cost is not None else ""
     bound, stage = cost.bound

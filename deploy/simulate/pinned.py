@@ -1,4 +1,4 @@
-"""An allocator that keeps one placement, for strategies that plan once."""
+"""Defines an allocator that keeps one placement, for strategies that plan once."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -11,7 +11,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 class PinnedAllocator:
-    """Implements `Allocator`. Absent devices are left out of the placement; peers without a place in it are spares.
+    """Implements `Allocator` by one placement. Its absent devices are left out; peers that it does not name are spares.
 
     Args:
         peers: device index -> peer.

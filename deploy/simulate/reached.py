@@ -19,7 +19,7 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""The tokens of this many first seconds are compared; fewer seconds in a shorter run."""
+"""The tokens of the first `WORK_S` virtual seconds are compared, or those of the whole run if it is shorter."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,9 +36,9 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
     work_by_s: float
     """The virtual time up to which the tokens of `work_share` are counted."""
     work_share: float
-    """The tokens of the live run by `work_by_s`, divided by those at the planned pace."""
+    """The tokens of the live run by `work_by_s`, divided by those that the planned pace would give by then."""
     first_step_s: float
-    """The end of the live run's first step, which includes measuring, planning and filling the pipeline."""
+    """The virtual time at which the live run's first step ended, after measuring, planning and filling the pipeline."""
     standstill_s: float
     num_plans: int
     num_divisions: int

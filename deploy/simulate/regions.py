@@ -25,8 +25,8 @@ class Region(Section, frozen=True):
     name: str
     count: int
     place: str = ""
-    """The place of the region, which paths name. Regions may share a place, as DSL and fibre in a town. Empty:
-    `name`."""
+    """The name of the region's place, as paths use it; empty: `name`. Regions may share a place, as those of DSL and of
+    fibre in one town."""
     tflops: float = 45.0
     """The speed of a device on real microbatches, not its peak."""
     memory_gb: float = 16.0
@@ -69,7 +69,7 @@ class Region(Section, frozen=True):
 
 
 class Elsewhere(Section, frozen=True):
-    """The path between two places for which the file gives no path."""
+    """The default path, between any two places for which the file gives no path."""
 
     latency_ms: float
     mbps: float

@@ -10,15 +10,14 @@ import numpy.typing as npt
 JobKind = Literal["forward", "backward", "step", "validate", "probe"]
 """The kinds of `Compute` jobs. The last stage's job of forward, loss and backward counts as a forward."""
 Change = Literal["joined", "left", "plan", "era", "division"]
-"""`era`: the run returned to an earlier version; `division`: the layers were divided into other stages, which continued
-at the version of the former ones."""
+"""The kinds of events. `era`: the run returned to an earlier version; `division`: the layers were divided into other
+stages, which went on at the version of the former stages."""
 
 
 STEPS_MIN = 2
 """The number of commits that a figure needs: a step is the time between two commits."""
 WARM_UP_STEPS = 2
-"""`step_s` and `tokens_per_s` leave out this many first steps, with joining, filling the pipeline and growing
-windows."""
+"""The number of first steps that `step_s` and `tokens_per_s` leave out: peers join and the pipeline fills in them."""
 PACE_STEPS = 2
 """The number of consecutive steps over which the pace is measured. With a staleness of one step, commits come in pairs,
 one late and the next soon after; so a median of single steps would be too long or too short."""
@@ -26,7 +25,7 @@ SETTLED_S = 300.0
 """The virtual time after which a swarm with its own coordinators is compared with its planned layout. By then it has
 had time to measure, to search and to move. Every published figure keeps this convention."""
 NEIGHBOURS = 5
-"""The number of steps before a step, and of those after it, that define the usual pace."""
+"""The usual pace around a step is computed from this many steps before it, and as many after it."""
 STANDSTILL_TIMES = 2.0
 """A step counts as a standstill if it takes more than this multiple of the usual pace."""
 
@@ -143,7 +142,7 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """The start of the measured time: `SETTLED_S`; at most half of the run if no whole step follows `SETTLED_S`."""
+        """The time from which the rate is measured: `SETTLED_S`; if no whole step follows, at most half of the run."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property

@@ -15,7 +15,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class SimulatedRouting:
-    """Draws the rows (tokens) that each expert gets.
+    """Draws the number of rows (tokens) that each expert gets.
 
     Args: loads: [E], the relative loads of the experts, the same in every layer; None: all equal.
     Raises: LocalError: the loads do not match the run's experts.

@@ -27,7 +27,7 @@ SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
 """The default number of steps: two to warm up, the others to measure."""
 STEPS_MAX = 1_000_000
-"""The limit on steps, and the number of steps of a run that ends by time."""
+"""The most steps of a run. The spec of a run that ends by time has this number, so that time ends it first."""
 STRATEGIES_MAX = 64
 _HEAD_SIZE = 128
 

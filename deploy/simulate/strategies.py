@@ -1,4 +1,4 @@
-"""Runs strategies, all in the same way: makes a strategy's layout, then simulates one run."""
+"""Runs strategies: makes the layout of a strategy, then simulates one run with it."""
 
 import asyncio
 import math
@@ -64,11 +64,11 @@ class StrategyPatience:
     name: str
     """The name of the first strategy."""
     virtual_s: float
-    """The limit in virtual time: `VIRTUAL_TIMES` that of the first strategy."""
+    """The limit in virtual time: `VIRTUAL_TIMES` times as long as the first strategy ran."""
     step_s: float
     """The seconds of a step of the first strategy."""
     real_s: float
-    """The limit in real seconds."""
+    """The limit in real time, which depends on this machine."""
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
@@ -101,7 +101,7 @@ class StrategyPatience:
 
 VIRTUAL_TIMES = 4.0
 REAL_TIMES = 3.0
-"""The limits for later strategies, as multiples of the first strategy's virtual and real time."""
+"""A later strategy may take `VIRTUAL_TIMES` the virtual time and `REAL_TIMES` the real time of the first one."""
 LIVE_MEASURED_S = 60.0
 """The least virtual time that a `live` run lasts after `SETTLED_S`, so that its rate can be measured."""
 
@@ -195,7 +195,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 
 def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) -> tuple[Placement, Cost] | None:
-    """Return (layout by rule, without a search; its cost); None if no layout is possible."""
+    """Return (layout that the planner's rule makes without a search, its cost); None: no layout is possible."""
     request = _request(
         scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options
     )

@@ -1,4 +1,4 @@
-"""Defines the strategies of a simulation: each has a layout, staleness, wire formats, a subspace, churn or none."""
+"""Defines the strategies of a simulation. They differ in layout, staleness, wire formats, subspace and churn."""
 
 from typing import Literal
 
@@ -22,7 +22,7 @@ class Strategy(Section, frozen=True):
     wire: WireSpec | None = None
     """The wire formats; None: the scenario's."""
     subspace: int | None = None
-    """The numbers sent for a token between stages, as in `ModelSpec`; 0: no subspace; None: the scenario's."""
+    """How many numbers stages send each other for a token (`ModelSpec`); 0: no subspace; None: the scenario's."""
     stages: int | None = None
     """The number of stages; None: the scenario's, or else the layout's own choice or default."""
     churn: bool = True
@@ -63,8 +63,8 @@ KNOWN: dict[str, Strategy] = {
         Strategy(name="dtfm", layout="dtfm", s_max=0),
     )
 }
-"""The names that `--strategies` takes -> strategies. `given` is a synchronous pipeline in the file's order."""
+"""Name that `--strategies` takes -> strategy. `given` is a synchronous pipeline of the devices in the file's order."""
 DEFAULT = ("ours", "live", "ours-sync", "random", "given")
-"""The default strategies: the planned layout, pinned; the swarm's own coordinators; and layouts to compare with."""
+"""The default strategies: our planned layout, kept; layouts by the swarm's own coordinators; others to compare."""
 CHURN_DEFAULT = ("live", "peace")
 """The default strategies with churn. A layout that never changes would stop when a stage has lost all members."""

@@ -120,7 +120,7 @@ async def visiting() -> AsyncIterator[Path]:
 
 
 def _introduce(invite: Invite, me: PeerID) -> None:
-    """If a running peer of this machine has `invite`, let it admit `me`, even if the invite has expired."""
+    """Ask each running peer of this machine that has `invite` to admit `me`, even if the invite has expired."""
     for note in places.all_running():
         with contextlib.suppress(ShoalError):
             if note.folder and parse_invite(note.invite) == invite:
@@ -128,7 +128,7 @@ def _introduce(invite: Invite, me: PeerID) -> None:
 
 
 async def sweep() -> None:
-    """Stop killed visitors' daemons and remove their sockets. A killed peer removes its own at its next start."""
+    """Stop the network daemons that killed visitors left, and remove their sockets. (Peers clean up at their start.)"""
     from shoal.protocol.live import leftovers
 
     for folder in sorted(_visits().glob(f"{_PREFIX}-*")):

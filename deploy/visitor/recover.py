@@ -77,7 +77,7 @@ class Situation:
     term_max: int
     """The highest plausible term that a reachable peer has promised."""
     beginning: Beginning | None = None
-    """The snapshot to which the run goes back; None: it goes on as it is."""
+    """The snapshot to which the run goes back; None: the run goes on from its present state."""
 
     @property
     def version(self) -> int:
@@ -87,12 +87,12 @@ class Situation:
 
     @property
     def term(self) -> int:
-        """The term of the next plan."""
+        """The term of the mandated plan: `RESET_TERMS` above all known ones, or 1 if that were implausibly high."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
-        """Return the peer that makes the mandated plan: among those that obey `base`, the first in `term`'s ranking."""
+        """Return the peer to make the mandated plan: of those that obey `base`, the first in the ranking for `term`."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return rank(self.base.plan.run, term, willing)[0]
@@ -257,7 +257,8 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """Return the peers that fit into the message, peers with state first. The next plan adds the rest."""
+    """Return the members of the mandated plan: as many as fit into `spare_bytes`, peers with state first. The next
+    plan adds the rest."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))

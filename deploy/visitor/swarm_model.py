@@ -37,13 +37,13 @@ logger = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 _TRIES: Final = 5
-"""The most attempts at work that needs a single version."""
+"""The most attempts at work that needs one version of the model throughout."""
 _KEEP_S: Final = 5.0
-"""The interval of requests that make the stages keep the version while lm-eval loads, up to half a minute."""
+"""Seconds between the requests that make the stages keep a version in pauses: lm-eval loads for half a minute."""
 
 
 class VersionGone(LocalError):
-    """The swarm answered with two versions of the model: the first is gone, as layers were repartitioned."""
+    """The swarm has answered with a second version of the model: repartitioning the layers ended the first version."""
 
 
 class _Anew(Exception):
@@ -282,7 +282,7 @@ async def through_swarm(
     """Run `work` in a thread with the run's model.
 
     Args: keeps_version: use a single version of the model; if the swarm loses it, restart `work` with the newest.
-    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Errors of `work` pass.
+    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Errors of `work`.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES
