@@ -167,7 +167,7 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn the fields of a command's last parameter, a dataclass, into its options: typer cannot group options."""
+    """Turn the fields of a command's last parameter, a dataclass, into options: typer has no groups of options."""
     *own, group = inspect.signature(command).parameters.values()
     fields = inspect.signature(group.annotation).parameters.values()
 

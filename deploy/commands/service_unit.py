@@ -127,7 +127,7 @@ def uninstall() -> Path:
 
 
 def without_own_view(unit: str) -> str:
-    """Return the unit without the part that hides the user's other files, for a system without user namespaces."""
+    """Return a systemd unit without the part that hides other files, for a system without user namespaces."""
     before, _, after = unit.partition(_OWN_VIEW)
     return before + "[Install]" + after.partition("[Install]")[2]
 
@@ -160,7 +160,7 @@ def _agent(arguments: Sequence[str], invite: Path) -> str:
 
 
 def _refuse_control_characters(argument: str) -> None:
-    """Refuse line breaks and the like: even in quotes they begin a new setting. Raises: LocalError: there is one."""
+    """Raise LocalError if the argument has a line break or the like: even in quotes these begin a new setting."""
     if any(unicodedata.category(letter) in _CONTROL for letter in argument):
         raise LocalError(f"{argument!r} has a line break or another control character: a service cannot take it")
 
@@ -176,12 +176,12 @@ def _environment() -> dict[str, str]:
 
 
 def _quoted(word: str) -> str:
-    """Quote an argument of a unit's command line, in which `$` begins a variable."""
+    """Quote an argument of a systemd unit's command line, in which `$` begins a variable."""
     return _word(word).replace("$", "$$")
 
 
 def _word(word: str) -> str:
-    """Quote a word of a unit, in which `%` begins a specifier and quotes are as in a shell."""
+    """Quote a word of a systemd unit, in which `%` begins a specifier and quotes are as in a shell."""
     return shlex.quote(word.replace("\\", "\\\\")).replace("%", "%%")
 
 

@@ -169,7 +169,7 @@ class _Asked:
     choices: tuple[FilledField, ...] = ()
     """Fields of the spec that a rule filled in, not a person."""
     known: RunFolder | None = None
-    """The run to continue, if it is not given by a run file."""
+    """The folder of the run to continue; None: the run was given by a run file."""
     steps: int | None = None
 
 

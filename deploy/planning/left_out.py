@@ -1,7 +1,7 @@
 """Finds why a plan leaves devices out, and the least line rate, memory or speed that would make one useful. Pure.
 
 It tries a left-out device, as it is and improved, in every place of the plan (`joins` of `allocate/at_once.py`), and
-computes the step by the search's objective. Bisection finds the least improvement that helps.
+computes the seconds of a step by the search's objective. Bisection finds the least improvement that helps.
 """
 
 import math

@@ -38,7 +38,7 @@ class BaseModel:
         self._kept = [place / FOLDER for place in dict.fromkeys(above) if (place / FOLDER).is_dir()]
 
     def layer(self, key: str) -> Tensor:
-        """Return a base layer as `stored_base` encodes it; its digest is right. Raises: LocalError: it is not here."""
+        """Return a base layer as `stored_base` encodes it. Raises: LocalError: no copy here has the right digest."""
         digests = self._spec.initial.digests
         if not digests:
             return seed_base(self._spec, key)

@@ -1,7 +1,7 @@
 """Finds the newest whole snapshot of a run on this machine, for `shoal export` and `shoal generate`.
 
 A peer's snapshots have the layers of its own stage and copies of other layers; `shoal demo` leaves one snapshot of the
-whole model. So a version is assembled from all folders that have some of its layers.
+whole model. So a version is assembled from all folders with some of its layers; it is whole if no layer is missing.
 """
 
 import logging
@@ -92,7 +92,7 @@ def has_snapshots(folder: Path) -> bool:
 
 
 def snapshots_in(folders: Sequence[Path]) -> list[FoundSnapshot]:
-    """Return the whole versions in these folders, newest first; of several runs, those of the run written last.
+    """Return the whole versions in these folders, newest first; if they have several runs, of the run written last.
 
     Raises: LocalError: no version is whole.
     """
@@ -158,5 +158,5 @@ def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSn
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Return the keys under which snapshots store layers; experts have their own if the run places experts."""
+    """Return the keys under which snapshots store layers; experts have their own keys if the run places them."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)

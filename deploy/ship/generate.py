@@ -17,7 +17,7 @@ from shoal.protocol.errors import DataError, LocalError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How to prompt a model, and how the end of its text is recognised."""
+    """Says how to prompt a model, and how to recognise the end of its text."""
 
     template: ChatTemplate | None = None
     """The chat template of a model that answers; None: the model continues the text."""

@@ -31,7 +31,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 _SMALLEST: Final = "layers.0"
-"""The layer that is compared to tell a copy of the base from other models of its shape. It is a small one."""
+"""The layer by which a copy of the base is told from other models of its shape. Embedding and head are larger."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The allowed dtypes of weights. Integers are refused: a conversion would silently give wrong weights."""
@@ -101,7 +101,7 @@ class FolderWeights:
 
 
 class FolderBase(FolderWeights):
-    """Implements `InitialWeights` for a run with adapters: reads layers from a folder, and encodes them as the base."""
+    """Implements `InitialWeights` for a run with adapters: reads a folder's layers and encodes them for the run."""
 
     def __init__(self, folder: Path, spec: RunSpec) -> None:
         super().__init__(folder, spec.model)
@@ -189,8 +189,8 @@ def open_initial(spec: RunSpec, on_progress: OnProgress = lambda share: None) ->
 
 
 def open_copy(spec: RunSpec, folder: Path | None) -> FolderBase | None:
-    """Return this machine's copy of the run's base model; None: there is none. Its layers are not checked all: compare
-    each layer that you read with the run's digest.
+    """Return this machine's copy of the run's base model; None: there is none. The caller must compare each
+    layer that it reads with the run's digest.
 
     Args: folder: the copy's folder; None: search the Hugging Face cache for the model.
     Raises: LocalError: `folder` has no model of the base's shape, or is given for a run without a base.

@@ -31,7 +31,7 @@ _CACHED: Final = re.compile(r"models--(.+?)--(.+)")
 
 
 def own_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in the folder, after checks. In a Hugging Face cache it may link to the model's blobs.
+    """Return the path of a file in the folder, checked. In a Hugging Face cache it may be a link to the model's blobs.
 
     Raises: LocalError: the file is missing, leads out of the folder, or is not regular.
     """

@@ -15,7 +15,7 @@ stages, which went on at the version of the former stages."""
 
 
 STEPS_MIN = 2
-"""The number of commits that a figure needs: a step is the time between two commits."""
+"""The number of commits from which a speed can be computed: a step is the time between two commits."""
 WARM_UP_STEPS = 2
 """The number of first steps that `step_s` and `tokens_per_s` leave out: peers join and the pipeline fills in them."""
 PACE_STEPS = 2
@@ -63,7 +63,7 @@ class Ending(NamedTuple):
     cut_off: str = ""
     """Why the run was ended early; empty: it reached its number of steps or its time."""
     standstill: str = ""
-    """Why the run has too few steps for a figure; empty: it has enough steps."""
+    """Why the run has too few steps to compute its speed; empty: it has enough steps."""
     undone: tuple[StepCommitted, ...] = ()
     """The committed steps that a return to an earlier version undid."""
 

@@ -54,8 +54,8 @@ class ExpertsSection(Section, frozen=True):
     slots: int
     """The number of experts that a member holds of each of its layers."""
     holders: int | Literal["auto"] = "auto"
-    """The least number of members that hold each expert, at most all members of the stage; they hold more than `slots`
-    experts if this takes it. "auto": a run's default. The coordinators choose the members by load."""
+    """The least number of members that hold each expert, at most all members of the stage; "auto": a run's default. If
+    `slots` are too few for it, members hold more experts. The coordinators choose the members by load."""
     loads: tuple[float, ...] = ()
     """The relative loads of the experts; empty: all equal."""
 

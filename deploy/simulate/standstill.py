@@ -67,7 +67,7 @@ def _why_no_plan(topology: Topology, wanted: int, present: set[int]) -> str:
 
 
 def _minority(planned: set[int], present: set[int]) -> str:
-    """Return a clause that says so if too few members of the last plan are present to vote for a new plan; else ""."""
+    """Return a clause that too few members of the last plan are present to vote for a new one; "" if enough are."""
     alive = len(planned & present)
     if 2 * alive > len(planned):
         return ""

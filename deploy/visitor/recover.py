@@ -147,7 +147,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
 
 def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[str]) -> Beginning:
-    """Return the newest snapshot of `era` that is whole on reachable disks. Raises: LocalError: none is whole."""
+    """Return the newest snapshot of `era` that reachable peers have with every layer. Raises: LocalError: none."""
     catalog = CheckpointCatalog.of((each.peer, each.standing.holdings) for each in found)
     whole = [version for of_era, version in catalog.parts if of_era == era and catalog.covers((era, version), layers)]
     if not whole:
@@ -290,7 +290,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last reign that the owner mandated, read from disk: perhaps no reachable peer knows it; 0: none."""
+    """Return the last reign that the owner mandated, by the owner's disk: reachable peers may not know it. 0: none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))
