@@ -45,7 +45,7 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 async def examine(
     invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
 ) -> Findings:
-    """Examine machine and network in parallel: importing torch takes long, and so does a dead address.
+    """Examine machine and network in parallel: importing torch is slow, and so is waiting for a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.

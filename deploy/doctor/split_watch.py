@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_S = 60.0
 _ASKED_MAX = 4
-"""The most peers asked at a time: most of the known peers outside our swarm are dead."""
+"""The most peers to ask each time. It is small, since most known peers outside our swarm are dead."""
 
 
 class SplitWatch:

@@ -25,9 +25,9 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 REACHED: Final = 0.4
-"""The share of a card's dense rate that a stage's jobs are assumed to reach. `tests/bench/gpu.py` measures it."""
+"""The share of a GPU's dense rate that a stage's jobs are assumed to reach. `tests/bench/gpu.py` measures it."""
 KEPT_BYTES: Final = 1.0e9
-"""The memory of a card that the model cannot use: the driver, torch's kernels and the desktop take it."""
+"""The memory of a GPU that the model cannot use: the driver, torch's kernels and the desktop take it."""
 IN_FLIGHT: Final = 4
 """The microbatches that a stage is assumed to hold between forward and backward, while they are in later stages."""
 LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
@@ -35,12 +35,12 @@ CONTEXTS: Final = (2_048, 8_192)
 
 
 class Card(msgspec.Struct, frozen=True):
-    """A consumer or data-centre card, by its maker's figures."""
+    """A consumer or data-centre GPU, with its maker's figures."""
 
     name: str
     memory_gb: float
     tflops: float
-    """The rate of dense bfloat16 products with float32 sums; of float32 products if the card has no bfloat16."""
+    """The rate of dense bfloat16 products with float32 sums; of float32 products if the GPU has no bfloat16."""
 
 
 CARDS: Final = (
@@ -60,17 +60,17 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one card for one model. If such cards cannot hold the model, the optional figures are null."""
+    """The figures of one GPU type for one model. If no number of them can hold it, the optional figures are null."""
 
     card: str
     layers: int
-    """The number of decoder layers that fit on the card without the embedding, or all if it holds the whole model."""
+    """The number of decoder layers that fit on the GPU without the embedding, or all if it holds the whole model."""
     cards: int | None = None
-    """The number of these cards that it takes to hold the whole model once."""
+    """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
-    """The rate of a pipeline of these cards, if only their speed limits it."""
+    """The rate of a pipeline of these GPUs, if only their speed limits it."""
     up_mbit_s: float | None = None
-    """The rate at which each card sends to both neighbours together; null if one card holds the whole model."""
+    """The rate at which each GPU sends to both neighbours together; null if one GPU holds the whole model."""
     fetch_gb: float | None = None
     """A newcomer's download before its first microbatch: its layers' weights and moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None

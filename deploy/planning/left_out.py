@@ -27,7 +27,7 @@ GAIN_MIN: Final = 0.005
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""The largest rate, memory and speed to try: the line of a fast data centre, and the largest cards of 2026."""
+"""The largest rate, memory and speed to try: the line of a fast data centre, and the largest GPUs of 2026."""
 _MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),

@@ -25,12 +25,12 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     """The layer after the stage's last one."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """The GB that a real peer needs to keep all state on its GPU. This figure, `least_gb` and `has_gb` are those of the
-    stage's member that is shortest of GPU memory; null: not computed."""
+    """The GB that a real peer needs to keep all state on its GPU. The figure is that of the tightest member (the
+    one that is shortest of GPU memory); null: not computed."""
     least_gb: float | None = None
-    """The GB that this member needs on its GPU if the optimizer's moments are in the machine's memory."""
+    """The GB that the tightest member needs on its GPU if the optimizer's moments are in the machine's memory."""
     has_gb: float | None = None
-    """The GB that this member's GPU has."""
+    """The GB of the tightest member's GPU."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):

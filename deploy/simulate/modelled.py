@@ -42,7 +42,7 @@ from shoal.protocol.topology import Topology
 
 class Churn(NamedTuple):
     """A change of membership: `remove` is a power cut, `leave` an orderly end, `add` a start or restart. An `add` while
-    the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent before."""
+    the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent so far."""
 
     at_s: float
     kind: Literal["add", "remove", "leave"]
@@ -73,7 +73,7 @@ class ModelledRun:
     topology: Topology
     spec: RunSpec
     """The run spec, changed for the simulation: a placement in `stages` gives the number of stages, `min_peers` is the
-    number of devices present at first, and warm-up of the optimizer, validations and snapshots are off."""
+    number of devices present at first, and learning-rate warm-up, validations and snapshots are off."""
     stages: Placement | Allocator | None = None
     """A placement is kept, without its absent devices; an allocator is asked at every change of members. None: the
     coordinators use their own allocator."""

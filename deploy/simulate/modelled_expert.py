@@ -16,7 +16,7 @@ from shoal.protocol.ports import Payload
 
 
 class ModelledTokenWire(TokenWire):
-    """A token wire on which a row is one element of an `Extent`."""
+    """Encodes the rows (tokens) for experts; each row is one element of an `Extent`."""
 
     def encode(self, x_PD: Tensor) -> bytearray:
         return cast(bytearray, phantom(self.row_bytes * x_PD.numel()))

@@ -17,7 +17,8 @@ stages, which went on at the version of the former stages."""
 STEPS_MIN = 2
 """The number of commits from which a speed can be computed: a step is the time between two commits."""
 WARM_UP_STEPS = 2
-"""The number of first steps that `step_s` and `tokens_per_s` leave out: peers join and the pipeline fills in them."""
+"""The number of first steps that `step_s` and `tokens_per_s` leave out. During these, peers join, the pipeline
+fills, and the number of microbatches in flight grows."""
 PACE_STEPS = 2
 """The number of consecutive steps over which the pace is measured. With a staleness of one step, commits come in pairs,
 one late and the next soon after; so a median of single steps would be too long or too short."""
@@ -80,7 +81,7 @@ class SimResult:
     busy_s: tuple[float, ...]
     """[N], the total working time of each device, without probes."""
     traffic_bytes: npt.NDArray[np.int64]
-    """[N, N], the bytes of all sent frames, row = sender; without calls."""
+    """[N, N], the bytes of all sent frames, row = sender. Requests with their answers do not count."""
     events: tuple[Happened, ...]
     duplicates: int
     """The number of microbatches counted twice, over all commits and stages."""

@@ -101,7 +101,7 @@ class StrategyPatience:
 
 VIRTUAL_TIMES = 4.0
 REAL_TIMES = 3.0
-"""A later strategy may take `VIRTUAL_TIMES` the virtual time and `REAL_TIMES` the real time of the first one."""
+"""Later strategies may take `VIRTUAL_TIMES` times the virtual and `REAL_TIMES` times the real time of the first."""
 LIVE_MEASURED_S = 60.0
 """The least virtual time that a `live` run lasts after `SETTLED_S`, so that its rate can be measured."""
 

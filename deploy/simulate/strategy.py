@@ -65,6 +65,6 @@ KNOWN: dict[str, Strategy] = {
 }
 """Name that `--strategies` takes -> strategy. `given` is a synchronous pipeline of the devices in the file's order."""
 DEFAULT = ("ours", "live", "ours-sync", "random", "given")
-"""The default strategies: our planned layout, kept; layouts by the swarm's own coordinators; others to compare."""
+"""The default strategies: our planned layout, unchanged; layouts by the swarm's own coordinators; others to compare."""
 CHURN_DEFAULT = ("live", "peace")
 """The default strategies with churn. A layout that never changes would stop when a stage has lost all members."""

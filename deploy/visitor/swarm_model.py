@@ -39,7 +39,7 @@ Work = TypeVar("Work")
 _TRIES: Final = 5
 """The most attempts at work that needs one version of the model throughout."""
 _KEEP_S: Final = 5.0
-"""Seconds between the requests that make the stages keep a version in pauses: lm-eval loads for half a minute."""
+"""Seconds between requests that make the stages keep the version in a pause: lm-eval loads for up to 30 s."""
 
 
 class VersionGone(LocalError):
@@ -282,7 +282,7 @@ async def through_swarm(
     """Run `work` in a thread with the run's model.
 
     Args: keeps_version: use a single version of the model; if the swarm loses it, restart `work` with the newest.
-    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Errors of `work`.
+    Raises: LocalError: the run cannot be found, does not answer, or lost the version too often. Any error of `work`.
     """
     async with entering(invite) as entrance:
         vocabulary, left = tokenizer(entrance.spec), _TRIES
