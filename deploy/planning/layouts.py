@@ -19,7 +19,7 @@ from shoal.protocol.topology import Topology, WorkloadEntry
 LayoutName = Literal["ours", "at-once", "dtfm", "given", "random", "mod", "greedy"]
 """`ours`: the throughput planner; `at-once`: its rule without a search; `dtfm`: our search with the DT-FM objective;
 `given`: devices fill the stages in the file's order; `random`: in random order; `mod`: device i is in stage i mod K;
-`greedy`: rules that look only at speed and memory."""
+`greedy`: rules that balance the devices' speed over the stages."""
 LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 

@@ -72,7 +72,7 @@ class ModelledRun:
 
     topology: Topology
     spec: RunSpec
-    """The run spec, changed for the simulation: a placement in `stages` gives the number of stages, `min_peers` is the
+    """The run spec. The simulation changes it: a placement in `stages` gives the number of stages, `min_peers` is the
     number of devices present at first, and learning-rate warm-up, validations and snapshots are off."""
     stages: Placement | Allocator | None = None
     """A placement is kept, without its absent devices; an allocator is asked at every change of members. None: the
@@ -84,7 +84,7 @@ class ModelledRun:
     limits: RunLimits = RunLimits()
     record_timeline: bool = False
     make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
-    """Makes the swarm. Tests and benchmarks pass a subclass that disturbs devices or imitates other systems."""
+    """Makes the swarm. Tests and benchmarks pass another maker, to disturb devices or to imitate other systems."""
     chunk_bytes: int | None = None
     """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on(topology)`."""
     expert_loads: Sequence[float] | None = None
