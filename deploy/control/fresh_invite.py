@@ -11,9 +11,9 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 PEERS_NAMED: Final = 3
-"""Any named peer lets a newcomer in, so an invite works until all three are gone."""
+"""The number of peers that an invite names. Any of them lets a newcomer in, so it works until all three are gone."""
 SETTLES_S: Final = 10.0
-"""Peers arrive one after the other: wait this long for more peers to name."""
+"""Seconds to wait for more peers while fewer than `PEERS_NAMED` can be named: peers arrive one after the other."""
 APART_S: Final = 60.0
 
 

@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 WORK_WINDOW_S = 60.0
-"""The window in which microbatches are counted, as for the run's own rate (`coordinator.token_rate`)."""
+"""The latest seconds in which microbatches are counted; the run's tokens/s is over as many (`token_rate`)."""
 LINKS_MAX = 16
 
 
 class MeteredCompute:
-    """Passes work on to a `Compute`, and adds up its device time, FLOP and microbatches; the probe does not count.
+    """Passes jobs on to a `Compute`, and adds up their device time, FLOP and microbatches; speed probes do not count.
 
-    Args: used_s: returns the seconds of device time used so far, as the owner's limit on the share of device time
-    counts them; None: there is no such limit, so count the time in which jobs ran.
+    Args: used_s: returns the seconds of device time that count against the owner's limit on the share of device time;
+    None: there is no such limit, so count the time in which jobs ran.
     """
 
     def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:

@@ -1,7 +1,7 @@
 """Finds what limits a peer's contribution, from its measurements and the coordinator's table. Pure.
 
-The first row that holds is the answer. A device that computes nine tenths of the time is busy; a device that computes
-half of the time waits for another peer.
+The first row that holds is the answer. Briefly, a device that computes nine tenths of the time is the limit itself; a
+device that computes half of the time waits for other peers.
 
 | answer | holds when |
 |---|---|
