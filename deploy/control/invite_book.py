@@ -20,8 +20,7 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""The most invites of one run, revoked ones included. One exclusion order has room for this many invites and this
-many members."""
+"""The most invites of one run, revoked or not: one exclusion order has room for all and for as many members."""
 DEFAULT_LASTS_S = 7 * 24 * 3600
 """How long newcomers can join with the invite that `shoal host` prints; members stay in after that time."""
 DEFAULT_SEATS = 5
@@ -38,7 +37,7 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds since 1970."""
     revoked: bool = False
     is_default: bool = False
-    """True if `shoal invite` hands it out while it has a free seat."""
+    """True if `shoal invite` hands out this invite as long as a seat of it is free."""
 
     @property
     def name(self) -> str:
@@ -150,9 +149,9 @@ class InviteBook:
         self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
-        """Undo the exclusion of the member with this key, or the revocation of the invite with this key.
+        """Undo the exclusion of a member or the revocation of an invite. Raises: LocalError: the disk is full.
 
-        Args: invite: the key of the member's invite; empty: unknown. Raises: LocalError: the disk is full.
+        Args: key: the key of the member or invite; invite: the key of the member's invite; empty: unknown.
         """
         self._name(NamedKey(key=key, invite=invite, readmitted=True))
         for given in self.all:

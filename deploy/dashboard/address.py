@@ -86,7 +86,6 @@ def with_default(args: Sequence[str]) -> list[str]:
 
 
 def is_ip(host: str) -> bool:
-    """True if the host is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

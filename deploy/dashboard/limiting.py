@@ -58,7 +58,7 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
 
 
 def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None:
-    """Return the stage with the lowest capacity in microbatches per second; None if one is unknown."""
+    """Return the stage with the lowest capacity in microbatches/s; None if the capacity of some stage is unknown."""
     rates = [0.0] * num_stages
     for peer in peers:
         is_at_work = peer.synced or peer.light is not None

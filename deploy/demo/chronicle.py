@@ -106,7 +106,6 @@ class Chronicle:
     # --- what comes ---
 
     def take(self, name: str, report: Report) -> None:
-        """Take a report of the child `name`."""
         now_s = time.monotonic()
         if not isinstance(report, Committed | StepDone | Note):
             self._show(report)
@@ -219,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Take a plan unless it is old: every peer reports every plan, and a returning peer first an old one."""
+        """Take a plan unless it is old: every peer reports every plan, a restarted peer first an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):

@@ -144,7 +144,6 @@ class Crew:
         member.child.send(signal.SIGCONT)
 
     def terminate(self, members: Sequence[CrewMember]) -> None:
-        """Ask the members to leave."""
         for member in members:
             member.dismissed = True
             member.child.send(signal.SIGTERM)

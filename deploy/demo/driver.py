@@ -47,7 +47,7 @@ class DemoOptions:
     seconds_max: float | None = None
     json_path: Path | None = None
     keep: bool = False
-    """True: keep the peers' own folders too."""
+    """True: do not delete the peers' own folders at the end."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
     """True: if there is no chaos, kill a holder of the busiest expert at half-time."""

@@ -9,7 +9,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 _Places = Mapping[tuple[int, int], frozenset[PeerID]]
-"""(stage, expert) -> peers named by the plan."""
+"""(stage, expert) -> peers that hold the expert, or must fetch it, according to the plan."""
 
 
 class ExpertFigures(msgspec.Struct, kw_only=True):

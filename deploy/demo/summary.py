@@ -189,7 +189,7 @@ Line = tuple[str, str]
 
 
 def summary_lines(summary: DemoSummary, *, unit: str) -> list[Line]:
-    """Return (label, text) lines; a line without a label is plain text. Args: unit: loss is per byte or token."""
+    """Return (label, text) lines; a line without a label is plain text. Args: unit: of text, to which losses refer."""
     tokens = f"{summary.tokens_per_s:,.0f} tokens/s"
     losses = f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a {unit}, val {_loss(summary.val_loss)}"
     lines = [

@@ -210,11 +210,8 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Return the mean tokens/s over the last `RATE_S` or since the oldest known step, if that is later; None if no
-        time has passed. A step that took longer than `RATE_S` is averaged alone.
-
-        Args: at_s: when the step was committed; tokens: the number of tokens of the step.
-        """
+        """Add a step of `tokens` that was committed at `at_s`. Return the mean tokens/s over the last `RATE_S`, over
+        this step alone if it took longer, or since the first known step; None if no time has passed."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

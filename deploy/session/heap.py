@@ -25,7 +25,7 @@ def share_heap() -> None:
     """Use one heap for all threads that start from now on; no effect where the C library is not glibc.
 
     By default each thread has its own heap, which stays at its peak size, because one thread cannot reuse what another
-    freed. Tensors are made by the device's thread and freed by the loop's, and vice versa.
+    freed. Tensors are made by the device's thread and freed by the event loop's, and vice versa.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)

@@ -89,8 +89,7 @@ logger = logging.getLogger(__name__)
 _ASKS_EVERY = 5
 """Seconds between status requests of a peer that reports to a parent. Each asks, because any of them may die."""
 _POLLS_MAX = 20
-"""Status requests per second to the coordinator, from all peers that show the status: in larger swarms each asks
-rarely."""
+"""The most status requests per second from all peers together; so in a large swarm each peer asks rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
@@ -167,7 +166,7 @@ def _seats(spec: RunSpec) -> int:
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None, options: Options) -> None:
-    """Start or resume the run `spec`, with its data digest filled in, and take part in it.
+    """Start or resume the run `spec`, which has the digest of `corpus`, and take part in it.
 
     Args: initial: the initial weights; None: drawn from the seed. Raises: ShoalError: its sentence is for the user.
     """

@@ -81,7 +81,6 @@ class Presenter:
             return self._feed.view(time.monotonic())
 
     def panel(self) -> RenderableType:
-        """Return the present panel."""
         view = self.view()
         if self.doing:
             view = msgspec.structs.replace(view, phase=self.doing)
