@@ -79,7 +79,7 @@ class HostVerbs:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Accept messages from a command on this machine (argument `peer`: its ID), even if its invite has expired."""
+        """Let a command on this machine (argument `peer`: its ID) into the run, even with an expired invite."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 

@@ -20,11 +20,11 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""The most invites of one run, revoked or not: one exclusion order has room for all and for as many members."""
+"""The most invites of one run, revoked or not: one exclusion order has room for them and for as many members."""
 DEFAULT_LASTS_S = 7 * 24 * 3600
 """How long newcomers can join with the invite that `shoal host` prints; members stay in after that time."""
 DEFAULT_SEATS = 5
-"""How many machines may be in the run with the invite that `shoal host` prints, at a time."""
+"""How many machines may be in the run at a time with the invite that `shoal host` prints."""
 _USEFUL_S = 24 * 3600
 """Seconds: an invite that expires sooner is not handed out any more."""
 
@@ -99,8 +99,8 @@ class InviteBook:
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
         """Return the key of the invite that `shoal host` and `shoal invite` print: one with free seats, or a new one.
 
-        Args: seats: the least number of machines that the invite may admit in all; taken: returns how many machines now
-        use the invite key that it is given.
+        Args: seats: the least number of machines that the invite may admit in all; taken: invite's key -> number of
+        machines that are in the run with this invite now.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:

@@ -24,7 +24,7 @@ from uvicorn.server import ServerState
 CONNECTIONS_MAX = 64
 """A browser opens six connections to load the page and then keeps one. Many systems allow a process 1,024 files."""
 REQUEST_S = 10.0
-"""Enough for a hundred bytes with one packet lost five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
+"""Enough for a hundred bytes, even if a packet is sent again five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
 """Enough for 100 KB at 14 kbit/s."""
 

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 WORK_WINDOW_S = 60.0
-"""The latest seconds in which microbatches are counted; the run's tokens/s is over as many (`token_rate`)."""
+"""Seconds over which microbatches/s is averaged, as is the run's tokens/s (`coordinator.token_rate`)."""
 LINKS_MAX = 16
 
 

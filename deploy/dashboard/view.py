@@ -37,7 +37,7 @@ DONE = "the run is done"
 FIRST_STEP = "computing the first step"
 STANDS = "waiting for an unknown reason"
 STALE_S = 15.0
-"""After this silence of the coordinator, a view reports the silence instead of figures that may be outdated."""
+"""Seconds of silence of the coordinator after which a view reports the silence instead of outdated figures."""
 
 
 def run_phase(status: SwarmStatus) -> str:

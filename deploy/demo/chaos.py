@@ -42,10 +42,10 @@ class ChaosOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
     at_s: float
-    """Time since the first step."""
+    """Seconds from the demo's first step to the fault."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
-    """True: the killed peer restarts; false: a new peer replaces it."""
+    """True: the killed peer restarts; false: a new peer takes its place."""
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:

@@ -45,13 +45,13 @@ class StepBook:
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Microbatches that the groups' commits contain, summed over all groups; those counted twice count twice."""
+        """Microbatches in the groups' commits, summed over the groups; one that a group added twice counts as two."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
 
     def obey(self, era: int, *, begins: int, num_stages: int) -> None:
-        """Record the era of a plan. A child reports a plan before it commits steps under this plan.
+        """Record the era (training generation) of a plan. A child reports a plan before it commits steps under it.
 
         Args: begins: the era's first step.
         """

@@ -62,7 +62,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The longest time between two committed steps; the end of an unfinished run counts as a step."""
     step_s_median: float | None
     validations: Mapping[int, float]
-    """Version -> loss."""
+    """Model version -> validation loss."""
     failed: int
     """Peers that failed by themselves, or did not leave at the end."""
     chaos: ChaosFigures | None
@@ -189,7 +189,7 @@ Line = tuple[str, str]
 
 
 def summary_lines(summary: DemoSummary, *, unit: str) -> list[Line]:
-    """Return (label, text) lines; a line without a label is plain text. Args: unit: of text, to which losses refer."""
+    """Return (label, text) lines; a line without a label is plain text. Args: unit: `byte` or `token`, for losses."""
     tokens = f"{summary.tokens_per_s:,.0f} tokens/s"
     losses = f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a {unit}, val {_loss(summary.val_loss)}"
     lines = [

@@ -128,7 +128,7 @@ class NodeListeners:
     """Called for every commit of this peer's groups, even if another member reports it to the coordinator."""
     on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
-    """Called with (group, state) after this peer has stepped or loaded the state of one of its groups; None: not."""
+    """Called with (group, state) after this peer has stepped or loaded the state of one of its groups."""
     say: Callable[[str], None] = logger.info
     """Called with a sentence for the person at this machine."""
 

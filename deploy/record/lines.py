@@ -75,7 +75,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     tokens_per_s: float | None = None
     """Tokens/s over the last 30 s (`book.RATE_S`), standstills included; None: this is the first step."""
     foreseen_tokens_per_s: float | None = None
-    """Tokens/s that the plan of the time of this step predicted; None: this peer did not know the prediction."""
+    """Tokens/s that the plan then in force predicted; None: this peer did not know the prediction."""
     staleness: float
     """The mean staleness over the stages, in steps."""
     peers: int

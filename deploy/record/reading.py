@@ -26,7 +26,7 @@ from shoal.protocol.errors import LocalError
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """The content of a record."""
+    """The content of a record file."""
 
     starts: list[StartLine] = field(default_factory=list)
     steps: list[StepLine] = field(default_factory=list)

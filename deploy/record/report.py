@@ -148,7 +148,7 @@ class Recorded(_Report, frozen=True):
     """New lines of the run's record, from a peer that keeps a record or shows the page."""
 
     steps: tuple[StepLine, ...] = ()
-    """Steps in order, each once. If one has a higher era than earlier steps, those with its number or more are void."""
+    """Steps in order, each once. A step of a new era replaces the earlier steps with the same or a higher number."""
     validations: tuple[ValidationLine, ...] = ()
 
 

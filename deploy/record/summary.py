@@ -24,8 +24,7 @@ class Share:
     lines: Sequence[PeerLine]
     work_s: float
     tokens: int
-    """Tokens on which the run trained while the peer had a stage. All passed that stage, but maybe through other peers
-    of it."""
+    """Tokens on which the run trained while the peer had a stage, even if other peers of the stage computed them."""
 
     @property
     def name(self) -> str:

@@ -104,8 +104,8 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned: each two step lines become one. It drops notes, plans with the
-    era, peers and stages of the plan before, and all lines about a peer but the first and the last.
+    """Rewrite the record with its older half thinned: two step lines become one; notes, plans with the era, peers and
+    stages of the plan before, and all lines about a peer but the first and the last are dropped.
 
     Returns: the record's size in bytes. Raises: OSError: the disk fails.
     """
@@ -121,7 +121,7 @@ def thin(path: Path) -> int:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """Return `lines` with each two step lines merged into one, and without the lines that `thin` says it drops."""
+    """Return `lines` thinned: step lines are merged in pairs, and lines that tell little are dropped (see `thin`)."""
     last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
     known: set[PeerID] = set()
     layout: tuple[int, int, int] | None = None

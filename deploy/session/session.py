@@ -520,7 +520,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return in words what delays the first plan. Only the host, which makes it, knows how many peers are up."""
+    """Return in words what delays the first plan. Only the host, which makes the plan, knows how many peers are up."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

@@ -55,8 +55,8 @@ class FolderLock:
 
 
 def claim_folder(path: Path) -> FolderLock:
-    """Create and lock `path`. Close it, its content and the state root to other users, and set this process's umask to
-    077, which children inherit.
+    """Create and lock the folder `path`. Remove other users' permissions on it, its content and the state root, and set
+    this process's umask to 077, which children inherit.
 
     Raises: LocalError: another process holds `path`, it cannot be made, or it is not UTF-8, which our notes need.
     """

@@ -59,7 +59,7 @@ class Kept:
     """The state of a run's snapshots in one peer's folder."""
 
     layers: Mapping[tuple[int, int], Collection[str]]
-    """(era, version) -> readable layers."""
+    """(era, version) of each snapshot -> its readable layers; the era is the training generation."""
     damaged: Sequence[str]
     """A sentence for each unreadable snapshot."""
     saved: int
@@ -159,7 +159,7 @@ class RunFolder:
         return bool(KnownPeers(LiveDisk(self.peer_folder), self.run).read())
 
     def reached(self) -> int:
-        """Return the last step of the run that this folder tells, by its newest snapshot or `standing.json`."""
+        """Return the last step of the run that is known here, from the newest snapshot or `standing.json`."""
         standing = self.standing()
         return max(self.version(), standing.step if standing is not None else 0)
 

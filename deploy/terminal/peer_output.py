@@ -92,7 +92,7 @@ class PeerOutput:
 
 
 def given(mine: Contribution, facts: RunFacts, *, steps: int) -> str:
-    """Return a sentence about this peer's contribution. Args: steps: steps of the run since this peer takes part."""
+    """Return a sentence about this peer's contribution. Args: steps: steps that the run did meanwhile."""
     tokens, trained = mine.microbatches_total * facts.tokens_per_microbatch, steps * facts.tokens_per_step
     share = f": {min(1.0, tokens / trained):.0%} of what the run trained on meanwhile" if trained else ""
     work = counted(mine.microbatches_total, "microbatch", "microbatches")
