@@ -44,7 +44,7 @@ class Book:
         lead_steps: no group commits step `t + lead_steps` before all other groups have committed step `t`.
         tokens_per_step: a report that claims more tokens is ignored.
         learning_rate: returns the learning rate of a step, counted from 0.
-        reached: (era, steps done) at the end of the existing record, whose steps are not released again. None: a new
+        reached: (era, steps done) at the end of the existing record; its steps are not released again. None: a new
             record, which begins with the oldest step that any peer knows.
     """
 
