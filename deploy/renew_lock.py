@@ -1,8 +1,8 @@
 """Rewrites the files of `lock/` from `pyproject.toml` and `constraints.txt`: `renew_lock.py [WHEEL …]`.
 
 Run it after each change of one of these two files. uv asks PyPI for the hash of every file of every package. Versions
-come from the constraints; torch fixes those of CUDA's libraries. Each WHEEL is a local file to allow although PyPI
-lacks it: torch's CPU build. Its hash stays until torch's version changes. Compare a new hash with PyTorch's page.
+come from the constraints, those of CUDA's libraries from torch. Each WHEEL is a local file that PyPI lacks and the lock
+allows: torch's CPU build. Its hash is kept until torch's version changes; compare a new hash with PyTorch's page.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _CUDA = re.compile(r"^(nvidia|cuda)-|^triton$")
 _NAME = re.compile(r"^([A-Za-z0-9._-]+)(?:\[[^]]*\])?==(\S+)")
 
 Locked = dict[str, tuple[str, frozenset[str]]]
-"""Name in lower case with dashes -> version, SHA-256 of its files."""
+"""Package name in lower case with dashes -> (version, SHA-256 of each of the package's files)."""
 
 
 def read(text: str) -> Locked:
@@ -43,7 +43,7 @@ def written(locked: Locked) -> str:
 def locked_by(uv: Path, source: str | Path, *extras: str) -> Locked:
     """Return the packages on PyPI that `source` requires on Linux (x86-64).
 
-    Args: source: a `pyproject.toml`, of which `extras` are wanted, or a file of requirements.
+    Args: source: a `pyproject.toml` or a file of requirements; extras: optional groups of the `pyproject.toml`.
     """
     command = [str(uv), "pip", "compile", str(source), "--no-config", "--quiet", "--generate-hashes", "--no-header"]
     command += ["--no-annotate", "--python-version", "3.11", "--python-platform", "x86_64-manylinux_2_28"]

@@ -40,13 +40,13 @@ class Child:
         return self.process.returncode is None
 
     def send(self, number: signal.Signals) -> None:
-        """Send the child, not its descendants, a signal. Nothing happens if the child is gone (`on_exit` tells)."""
+        """Send a signal to the child, but not to its descendants. Nothing happens if the child has ended."""
         if self.is_running:
             with contextlib.suppress(ProcessLookupError):
                 self.process.send_signal(number)
 
     def rss_bytes(self) -> int:
-        """Resident memory of the child itself, without its daemon; 0 once it is gone."""
+        """Resident memory of the child in bytes, without its network daemon; 0 once the child has ended."""
         try:
             return int(psutil.Process(self.process.pid).memory_info().rss)
         except psutil.NoSuchProcess:
@@ -69,7 +69,7 @@ class Children:
         self._on_exit = on_exit
 
     async def start(self, name: str, argv: Sequence[str], *, env: Mapping[str, str], log: Path) -> Child:
-        """Run `argv`; its standard error goes to `log`, its standard input is a pipe.
+        """Run `argv` as a child, with its standard error in the file `log` and a pipe as its standard input.
 
         Raises: OSError: the child cannot be started.
         """
@@ -99,7 +99,7 @@ class Children:
         return child
 
     async def tell(self, child: Child, text: str) -> None:
-        """Write `text` to the child's standard input and close that. Nothing happens if the child is gone."""
+        """Write `text` to the child's standard input, and close this input. Nothing happens if the child has ended."""
         assert child.process.stdin is not None
         with contextlib.suppress(ConnectionError):
             child.process.stdin.write(text.encode())
@@ -107,9 +107,10 @@ class Children:
             child.process.stdin.close()
 
     async def kill(self, child: Child, *, patience_s: float = 10.0) -> list[int]:
-        """SIGKILL the child alone, as a fault would, and wait until the child's daemon ends (1.6 s on an idle machine).
+        """Kill the child alone (SIGKILL), as a fault would. Then wait until its network daemon ends by itself, which
+        takes 1.6 s on an idle machine.
 
-        Returns: the child's descendants that have not ended by themselves; there should be none.
+        Returns: process ids of descendants that still run after `patience_s`; there should be none.
         """
         try:
             descendants = psutil.Process(child.process.pid).children(recursive=True)
@@ -129,7 +130,7 @@ class Children:
             child.send(signal.SIGTERM)  # not its daemon, which must send the goodbye
 
     async def wait(self, *, timeout_s: float) -> bool:
-        """Wait for the children. Returns: True if all have ended within the time."""
+        """Wait until all children have ended. Returns: False if some still run after `timeout_s`."""
         try:
             async with asyncio.timeout(timeout_s):
                 for child in self.all:
@@ -139,7 +140,7 @@ class Children:
         return True
 
     async def close(self) -> None:
-        """Kill all remaining processes, daemons included, and wait until none is left."""
+        """Kill all children and their descendants that still run, and wait until none is left."""
         while left := [process for process in psutil.process_iter() if self._is_ours(process)]:
             for process in left:
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
-"""Matches a peer in the reason of a plan, which names it by the last eight characters of its identifier."""
+"""Matches a peer in the text of a plan's reason, which gives the last eight characters of the peer's identifier."""
 NAMED_MAX = 3
-"""The most things that a sentence names one by one."""
+"""The most names in a sentence that lists things; the rest are only counted."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 

@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 SOCKET_NAME = "control.sock"
 LINE_BYTES_MAX = 1024 * 1024
-"""Enough for a status of three thousand peers."""
+"""The longest line, in either direction: enough for the status of a run of three thousand peers."""
 _CALLERS_MAX = 16
 _PATH_BYTES_MAX = 107
 """The longest path in `sockaddr_un` on Linux without its terminating zero."""
 
 Handler = Callable[[Mapping[str, Any]], Awaitable[Mapping[str, Any]]]
-"""Takes a request's arguments, and returns the answer's value. If it raises a `ShoalError`, that is the error."""
+"""Takes a request's arguments, and returns the answer's value. A `ShoalError` that it raises is sent as the error."""
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -170,7 +170,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -
 
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket that is short enough for the kernel, if need be via the folder's file descriptor."""
+    """Yield a path of the socket in `folder`; if that is too long for the kernel, one through a file descriptor."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
         yield path

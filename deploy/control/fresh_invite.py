@@ -11,14 +11,14 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 PEERS_NAMED: Final = 3
-"""Any named peer lets a newcomer in, so an invite works until all three are gone."""
+"""The peers that an invite names. Each of them can let a newcomer in: the invite works until all three are gone."""
 SETTLES_S: Final = 10.0
-"""Peers arrive one after the other: wait this long for more peers to name."""
+"""Seconds to wait for more peers while fewer than `PEERS_NAMED` can be named: peers arrive one after the other."""
 APART_S: Final = 60.0
 
 
 class FreshInvite:
-    """Remembers the last announced invite. Args: me: this peer, which the first invite of a run names."""
+    """Tells when a new invite is due after the last announced one. Args: me: this peer; the first invite names it."""
 
     def __init__(self, me: PeerID) -> None:
         self._me = me

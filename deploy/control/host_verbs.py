@@ -22,7 +22,8 @@ class HostVerbs:
 
     Args:
         book: the host's invites; None: this peer is not the run's host, or the run is open to anyone.
-        invite: an invite to this run with this peer's key; copies of it are given out with current addresses.
+        invite: an invite to this run with the key that admitted this peer. Given-out invites are copies of it with
+            current addresses.
         seats: how many machines may use a new invite at a time.
     """
 
@@ -78,7 +79,7 @@ class HostVerbs:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Admit a command of this machine, argument `peer`, to the run, even if this peer's own invite has expired."""
+        """Let a command on this machine (argument `peer`: its ID) into the run, even with an expired invite."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 

@@ -20,24 +20,24 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""The most invites of one run, revoked ones included: one exclusion order can name them all, and as many members."""
+"""The most invites of one run, revoked or not: one exclusion order has room for them and for as many members."""
 DEFAULT_LASTS_S = 7 * 24 * 3600
 """How long newcomers can join with the invite that `shoal host` prints; members stay in after that time."""
 DEFAULT_SEATS = 5
-"""How many machines may be in the run with the invite that `shoal host` prints, at a time."""
+"""How many machines may be in the run at a time with the invite that `shoal host` prints."""
 _USEFUL_S = 24 * 3600
-"""An invite with less time left is not handed out."""
+"""Seconds: an invite that expires sooner is not handed out any more."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
-    """One invite without its addresses, which are added when it is printed."""
+    """One invite of the run. The addresses in it are chosen anew each time that it is printed."""
 
     key: InviteKey
     made_s: float
     """Seconds since 1970."""
     revoked: bool = False
     is_default: bool = False
-    """True if `shoal invite` hands it out while it has a free seat."""
+    """True if `shoal invite` hands out this invite as long as a seat of it is free."""
 
     @property
     def name(self) -> str:
@@ -99,7 +99,8 @@ class InviteBook:
     def default(self, *, seats: int = DEFAULT_SEATS, taken: Callable[[bytes], int] = lambda key: 0) -> InviteKey:
         """Return the key of the invite that `shoal host` and `shoal invite` print: one with free seats, or a new one.
 
-        Args: seats: the least number of machines to admit; taken: returns how many now use an invite's key.
+        Args: seats: the least number of machines that the invite may admit in all; taken: invite's key -> number of
+        machines that are in the run with this invite now.
         """
         until_s = self._wall_s() + _USEFUL_S
         for invite in self.all:
@@ -148,7 +149,10 @@ class InviteBook:
         self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
-        """Readmit the member or invite with this key, whichever order excluded it. Raises: LocalError: a full disk."""
+        """Undo the exclusion of a member or the revocation of an invite. Raises: LocalError: the disk is full.
+
+        Args: key: the key of the member or invite; invite: the key of the member's invite; empty: unknown.
+        """
         self._name(NamedKey(key=key, invite=invite, readmitted=True))
         for given in self.all:
             if given.key.delegation.key == key and given.revoked:

@@ -13,7 +13,7 @@ OPTION = "--dashboard"
 DEFAULT = "127.0.0.1:8640"
 PORT_MAX = 65535
 BACKLOG = 64
-"""The most connections waiting to be accepted. The loop may accept as many at once, each an open file."""
+"""The most connections that wait to be accepted. The event loop may accept all at once, each with an open file."""
 PORTS_TRIED = 32
 """Ports to try from the given one upwards, so that several peers of one machine get predictable addresses."""
 _LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
@@ -23,7 +23,7 @@ _LOOKS_LIKE_ONE = re.compile(r"(\[[0-9A-Fa-f:.%]+\]|[^:/\s]*):\d+")
 class Address:
     host: str
     port: int
-    """0: the system chooses one."""
+    """0: the system chooses a free port."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -86,7 +86,6 @@ def with_default(args: Sequence[str]) -> list[str]:
 
 
 def is_ip(host: str) -> bool:
-    """True if the host is an IP address, not a name."""
     try:
         ipaddress.ip_address(host)
     except ValueError:

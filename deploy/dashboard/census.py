@@ -1,7 +1,7 @@
 """Tracks arrivals and departures of peers in the coordinator's table. Pure.
 
 A peer counts as gone once two tables in a row lack it and some seconds have passed: a new coordinator does not know
-every advert yet.
+every peer at first.
 """
 
 from dataclasses import dataclass

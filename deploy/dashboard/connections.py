@@ -8,8 +8,9 @@ connection that sends none.
 | is a viewer that does not receive what was sent | `ANSWER_S` |
 | is any other viewer | none |
 
-Above `CONNECTIONS_MAX` one connection of the host with the most is closed, but no viewer without a time limit: the
-oldest that waits for a request, or else the oldest. So a flood from one host closes only its own.
+A viewer is a connection that requests `/live`. Above `CONNECTIONS_MAX` connections, one with a time limit is closed:
+of the host with the most such connections, the oldest that waits for a request, or else the oldest. So a host that
+floods the server loses its own connections first.
 """
 
 import asyncio
@@ -21,23 +22,23 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
-"""A browser opens six while loading the page, then one; a process may often open no more than 1,024 files."""
+"""A browser opens six connections to load the page and then keeps one. Many systems allow a process 1,024 files."""
 REQUEST_S = 10.0
-"""Enough for a hundred bytes with one packet lost five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
+"""Enough for a hundred bytes, even if a packet is sent again five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
 """Enough for 100 KB at 14 kbit/s."""
 
 LIVE = "/live"
-"""The path that viewers request; the answer lasts as long as the dashboard."""
+"""The path that viewers request. The answer is a stream of updates, which ends when the dashboard closes."""
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection: waiting for a request or being answered. A request begins a new errand."""
+    """The present activity of a connection, with its time limit: it waits for a request, or is being answered."""
 
     connection: H11Protocol
     request: object
     bound_s: float
-    """The time limit; infinite for a viewer."""
+    """The time limit; infinite for a viewer that has received everything sent so far."""
 
     @property
     def is_bounded(self) -> bool:
@@ -58,7 +59,8 @@ class Connections(ServerState):
         """Aborted connections that uvicorn still lists."""
 
     def look(self, now_s: float) -> None:
-        """Close overdue connections, and one more if there are too many. Called at every tick and new connection."""
+        """Close connections past their time limit, and one more above `CONNECTIONS_MAX`. Called at each tick of the
+        server and at each new connection."""
         errands = self._errands()
         self._since_s = {errand: self._since_s.get(errand, now_s) for errand in errands}
         for errand, since_s in self._since_s.items():

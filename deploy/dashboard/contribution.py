@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 WINDOW_S = 10.0
 WORK_WINDOW_S = 60.0
-"""The window in which microbatches are counted, as for the run's own rate (`coordinator.token_rate`)."""
+"""Seconds over which microbatches/s is averaged, as is the run's tokens/s (`coordinator.token_rate`)."""
 LINKS_MAX = 16
 
 
 class MeteredCompute:
-    """Passes work on to a `Compute`, and adds up its device time, FLOP and microbatches; the probe does not count.
+    """Passes jobs on to a `Compute`, and adds up their device time, FLOP and microbatches; speed probes do not count.
 
-    Args: used_s: returns the seconds of device time used so far, as the owner's limit on the share of device time
-    counts them; None: there is no such limit, so count the time in which jobs ran.
+    Args: used_s: returns the seconds of device time that count against the owner's limit on the share of device time;
+    None: there is no such limit, so count the time in which jobs ran.
     """
 
     def __init__(self, compute: Compute, *, used_s: Callable[[], float] | None = None) -> None:
@@ -142,7 +142,7 @@ class ContributionMeter:
 
 
 def _moved(before: _Sample, now: _Sample) -> Iterator[tuple[PeerID, float, float]]:
-    """Yield (peer, bytes sent, bytes received) since `before`; counts of a link forgotten meanwhile restart at 0."""
+    """Yield (peer, bytes sent, bytes received) between two samples; a forgotten link's counts restart at 0."""
     for peer, counts in now.traffic.items():
         earlier = before.traffic.get(peer, (0.0, 0.0))
         sent, received = (new - old if new >= old else new for old, new in zip(earlier, counts, strict=True))

@@ -6,7 +6,7 @@ from shoal.deploy.dashboard.view import ValidationPoint
 from shoal.deploy.record.lines import StepLine, merged
 
 POINTS_MAX = 1200
-"""About two points per pixel of a wide screen. At this number neighbours are merged in pairs."""
+"""About two points per pixel of a wide screen. With this many points, neighbours are merged in pairs."""
 VALIDATIONS_MAX = 600
 
 
@@ -19,7 +19,7 @@ class Curves:
         self.points: list[StepLine] = []
         self.validations: list[ValidationPoint] = []
         self._stride = 1
-        """How many points are merged into one."""
+        """How many added points are merged into one stored point."""
         self._open: list[StepLine] = []
 
     def add(self, point: StepLine) -> None:
@@ -35,7 +35,7 @@ class Curves:
             self.generation += 1
 
     def validate(self, at_s: float, step: int, loss: float) -> None:
-        """Add the validation of version `step`. It replaces an earlier result: the run may go back."""
+        """Add the validation loss of version `step`, in place of an earlier one from before the run went back."""
         made_s = next((point.time for point in reversed(self.points) if point.step <= step), None)
         made_s = at_s if made_s is None or step > self._newest else min(at_s, made_s)
         kept = [known for known in self.validations if known.step != step]
@@ -45,7 +45,7 @@ class Curves:
             self.validations = self.validations[:-1:2] + self.validations[-1:]
 
     def go_back(self, step: int) -> None:
-        """Drop `step` and all later steps: the run repeats them."""
+        """Drop the points of `step` and of all later steps, because the run repeats these steps."""
         kept = [point for point in self.points if point.step < step]
         self.validations = [known for known in self.validations if known.step < step]
         self._open = [point for point in self._open if point.step < step]

@@ -55,7 +55,7 @@ from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 CHANGES_SHOWN = 60
 NEW_S = 20.0
-"""The time for which a peer is shown as new, or a departed one as gone."""
+"""Seconds for which an arrived peer is shown as new, and a departed peer as gone."""
 _MANY = 4096
 """The number of tensor elements at which the sizes of wire formats are compared."""
 
@@ -68,7 +68,7 @@ class RunFacts:
     steps: int
     num_layers: int
     tokens_per_step: int = 0
-    """0: unknown, as in a command that only asks for the status."""
+    """0: unknown, because this process does not have the run's spec."""
     tokens_per_microbatch: int = 0
     activation_bytes_per_token: int = 0
     """Bytes of a token between two stages in the widest format that the run allows for activations."""
@@ -131,7 +131,7 @@ class Feed:
         self._step: StepDone | None = None
         """The newest `StepDone`, independent of the coordinator's status."""
         self._is_recorded = False
-        """True if a record reports every step, so that a status adds no point."""
+        """True if the run's record reports every step; then statuses add no points to the curves."""
         self._validation: tuple[int, float] | None = None
         """(version, loss) of the newest validation."""
 
@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """List each plan once, and remember the newest: in a demo every peer reports plans, even old ones."""
+        """List a plan that is not listed yet, and remember the newest: in a demo each peer reports all its plans."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):
@@ -207,8 +207,8 @@ class Feed:
         self._add_change(change)
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
-        """Correct the time and the outcome of a plan that is listed already: a peer that just joined lists a plan later
-        than its coordinator made it. The outcome is taken once a newer plan is known: before, it is not final."""
+        """Correct a listed plan. The earlier time counts: a peer that just joined lists an old plan with the time of
+        joining. The outcome is final, and so is taken, once a newer plan is known."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}
@@ -280,7 +280,7 @@ class Feed:
         self._add_change(ChangeView(at_s=now_s + self._wall_s, kind=kind, text=clean(text)))
 
     def _add_change(self, change: ChangeView) -> None:
-        """Add a change. A plan that names an arrival or departure replaces the line about this arrival or departure."""
+        """Add a change to the history. A plan replaces the line about an arrival or departure that its reason names."""
         if any(_says(known, change) for known in self._changes):
             return
         kept = [known for known in self._changes if not _says(change, known)]

@@ -1,7 +1,7 @@
 """Finds what limits a peer's contribution, from its measurements and the coordinator's table. Pure.
 
-The first row that holds is the answer. A device that computes nine tenths of the time is busy; a device that computes
-half of the time waits for another peer.
+The first row that holds is the answer. Briefly, a device that computes nine tenths of the time is the limit itself; a
+device that computes half of the time waits for other peers.
 
 | answer | holds when |
 |---|---|
@@ -58,7 +58,7 @@ def limited_by(mine: Contribution, peers: Sequence[PeerStatus], *, num_stages: i
 
 
 def slowest_stage(peers: Sequence[PeerStatus], *, num_stages: int) -> int | None:
-    """Return the stage with the lowest capacity in microbatches per second; None if one is unknown."""
+    """Return the stage with the lowest capacity in microbatches/s; None if the capacity of some stage is unknown."""
     rates = [0.0] * num_stages
     for peer in peers:
         is_at_work = peer.synced or peer.light is not None

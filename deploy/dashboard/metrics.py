@@ -15,7 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TRAIN: Sequence[PeerState] = ("training", "light")
 
 Samples = float | None | Sequence[tuple[Mapping[str, str], float | None]]
-"""A value without labels, or (labels, value) each; None: unknown."""
+"""One value without labels, or a list of (labels, value); a value of None is unknown."""
 
 
 def render_metrics(view: View) -> str:

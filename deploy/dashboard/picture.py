@@ -1,7 +1,7 @@
 """Computes the traffic between peers and the placement of experts, as far as known. Pure.
 
-Measured traffic takes precedence. For other links, the plan's shares and the present rate give an estimate: an
-activation one way and a gradient back for every token.
+Measured traffic takes precedence. On other links it is estimated from the plan's shares and the present tokens/s: each
+token takes an activation one way and a gradient back.
 """
 
 import math
@@ -13,7 +13,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PeerStatus, SwarmStatus
 
 LINKS_MAX = 400
-"""The most links to draw. With more, the page shows only the traffic between stages."""
+"""The most links (pairs of peers) to draw. With more, the page shows only the traffic between stages."""
 
 
 def links(

@@ -121,8 +121,9 @@ class Dashboard:
     async def _updates(self) -> AsyncIterator[bytes]:
         """Yield updates until the dashboard closes.
 
-        `curves` has the points from number `first` on, and all validations if they have changed. A reader discards its
-        older points when `generation` changes. `steers` is true if a viewer with the key can pause the peer.
+        In each update, `curves` has the points of the plots from number `first` on, and all validations if they have
+        changed. A reader must discard its points when `generation` changes. `steers` is true if a viewer with the
+        page's key can pause the peer.
         """
         generation, sent, told = -1, 0, None
         while not self._closing.is_set():
@@ -155,19 +156,19 @@ class Dashboard:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that checks connections. It leaves signals to the peer, so the page also shows a drain."""
+    """A uvicorn server that limits connections. It leaves signals alone: the page stays up in a drain."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
         self.server_state = self._connections = Connections()
 
     async def on_tick(self, counter: int) -> bool:
-        """Check connections; uvicorn calls this ten times a second."""
+        """Close overdue connections; uvicorn calls this ten times a second."""
         self._connections.look(asyncio.get_running_loop().time())
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """First close all connections but viewers: uvicorn would wait until they close."""
+        """Close all connections but viewers' before the server shuts down: uvicorn would wait until they close."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)
@@ -188,7 +189,7 @@ class DashboardServer:
 
     @property
     def port(self) -> int:
-        """The port in use: not the wanted port if another program had taken that."""
+        """The port in use. It differs from the wanted port if another program had taken the wanted one."""
         assert self._socket is not None, "not started"
         return int(self._socket.getsockname()[1])
 

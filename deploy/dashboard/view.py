@@ -37,7 +37,7 @@ DONE = "the run is done"
 FIRST_STEP = "computing the first step"
 STANDS = "waiting for an unknown reason"
 STALE_S = 15.0
-"""The coordinator's silence after which a view says so, instead of showing figures that may be wrong."""
+"""Seconds of silence of the coordinator after which a view reports the silence instead of outdated figures."""
 
 
 def run_phase(status: SwarmStatus) -> str:
@@ -57,7 +57,7 @@ def standstill(status: SwarmStatus) -> str:
 
 
 def unanswered(age_s: float | None) -> str:
-    """Return a sentence to show instead of outdated figures; empty if the age of the status is short or unknown."""
+    """Return a sentence that the coordinator is silent; empty if its last status is recent or of unknown age."""
     return "" if age_s is None or age_s <= STALE_S else f"the coordinator has not answered for {duration(age_s)}"
 
 
@@ -70,7 +70,7 @@ class PeerView(msgspec.Struct, frozen=True):
     stage: int | None
     state: PeerState
     version: int
-    """The peer's version; -1: unknown yet."""
+    """The number of steps that the peer's weights have taken; -1: unknown yet."""
     seen_s_ago: float
     paused_s: float | None
     """How long the peer has been paused; None: it is not."""
@@ -80,7 +80,7 @@ class PeerView(msgspec.Struct, frozen=True):
     share: float
     """The peer's share of its stage's traffic, in [0, 1]."""
     flop_per_s: float
-    """The speed measured by the peer's probe; 0: unknown."""
+    """The speed that the peer measured on its own device; 0: unknown."""
     is_coordinator: bool
     is_me: bool
     is_new: bool
@@ -106,7 +106,7 @@ class LinkView(msgspec.Struct, frozen=True, array_like=True):
     target: PeerID
     bytes_per_s: float
     measured: bool
-    """True if an end of the link measured it; else it is estimated from the plan's shares."""
+    """True if one of the two peers measured the traffic; false: it is estimated from the plan's shares."""
 
 
 class ExpertView(msgspec.Struct, frozen=True):
@@ -178,12 +178,12 @@ class View(msgspec.Struct, frozen=True):
     tokens_per_s: float | None
     """The run's rate over the last minute, standstills included; None: the coordinator has not answered for long."""
     foreseen: str
-    """The layout's predicted speed, its actual speed and its bottleneck, in a sentence; empty: unknown."""
+    """A sentence on the present layout: its predicted speed, actual speed and bottleneck; empty: unknown."""
     formats: str
     """The live plan's wire formats, in words; empty: unknown, or the run leaves no choice."""
     foreseen_tokens_per_s: float | None
     seen_tokens_per_s: float | None
-    """The layout's median recent rate without standstills; None: too few steps."""
+    """The median recent tokens/s with the present layout, standstills left out; None: too few steps."""
     staleness_steps_mean: float
     now_s: float
     """Seconds since 1970, on this machine's clock."""
@@ -196,7 +196,7 @@ class View(msgspec.Struct, frozen=True):
     risks: tuple[str, ...]
     """Sentences about state that a single peer's loss would destroy."""
     status_age_s: float | None
-    """Seconds since the coordinator's last message; None: there was none."""
+    """Seconds since the coordinator's last status arrived; None: none has arrived."""
     coordinator: PeerID
     coordinator_name: str
     stages: tuple[tuple[int, int], ...]
@@ -205,11 +205,11 @@ class View(msgspec.Struct, frozen=True):
     gone: tuple[GoneView, ...]
     links: tuple[LinkView, ...]
     flows: tuple[float, ...]
-    """Bytes/s from each stage to the next, activations there and gradients back."""
+    """Bytes/s between each stage and the next: activations forward plus gradients back."""
     experts: tuple[ExpertView, ...]
     mine: MineView | None
     others: tuple[MineView, ...]
-    """Contributions of other peers that reported here: in a demo, all."""
+    """Contributions of the other peers that report to this process: in a demo all peers, else none."""
     changes: tuple[ChangeView, ...]
 
 
@@ -217,6 +217,6 @@ class ValidationPoint(msgspec.Struct, frozen=True, array_like=True):
     """One validation on the curves."""
 
     at_s: float
-    """When the version was made, approximately; seconds since 1970."""
+    """Approximate time at which training reached the version, in seconds since 1970."""
     step: int
     loss: float

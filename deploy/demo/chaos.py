@@ -21,10 +21,10 @@ from shoal.protocol.messages import ExpertStatus, SwarmStatus
 COMES_BACK_EVERY = 3
 """Every third killed peer restarts under its own name, in its own folder. New peers replace the others."""
 HEARD_S = 2.5
-"""A peer that was silent for longer may be gone: it does not count as a holder of state."""
+"""A peer that has been silent for more seconds may be gone, so it does not count as a holder of state."""
 SETTLED_S = 5.0
-"""The time after a process was started or resumed in which a status may still describe the time before: the status is
-up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
+"""Seconds after the start or resumption of a process. Before they have passed, a status may be about the time before:
+it is up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
@@ -42,10 +42,10 @@ class ChaosOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
     at_s: float
-    """Time since the first step."""
+    """Seconds from the demo's first step to the fault."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
-    """True: the killed peer restarts; false: a new peer replaces it."""
+    """True: the killed peer restarts; false: a new peer takes its place."""
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
@@ -67,7 +67,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
     A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
-    does not count as a holder. Neither does a member just started or resumed: the status may be older than that.
+    does not count as a holder. Nor does a process just started or resumed: the status may be about the time before.
 
     Args:
         status: the swarm's status, under the newest plan.
@@ -199,7 +199,7 @@ class Chaos:
 
 
 async def kill_a_holder(crew: Crew, chronicle: Chronicle, *, is_time: Callable[[], bool]) -> None:
-    """Kill one holder of the busiest expert, and start no new peer. Args: is_time: returns True from half-time on."""
+    """Kill one holder of the busiest expert as soon as `is_time` returns True, and start no peer in its place."""
     while True:
         status = chronicle.status if is_time() else None
         found = victim(crew, status, now_s=time.monotonic()) if status is not None else None

@@ -42,10 +42,11 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 17
 """The number of newest steps from which tokens/s are computed."""
 _STEP_PATIENCE_S = 8.0
-"""How long a step waits for a report that is due: a group waits five seconds for a killed member before it reports."""
+"""Seconds that a step waits for a missing report: a group with a killed member reports only after five seconds."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
-"""Victims are chosen only under a plan that is older: often a second plan follows at once and moves layers."""
+"""A peer to kill is chosen only once the plan is this many seconds old: a second plan often follows the first at once
+and moves layers."""
 
 
 class Chronicle:
@@ -105,7 +106,6 @@ class Chronicle:
     # --- what comes ---
 
     def take(self, name: str, report: Report) -> None:
-        """Take a report of the child `name`."""
         now_s = time.monotonic()
         if not isinstance(report, Committed | StepDone | Note):
             self._show(report)
@@ -160,7 +160,7 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Report the steps that are complete or overdue; with `flush` also the incomplete steps."""
+        """Show and record the steps that are complete or have waited too long; with `flush` the other steps too."""
         for at_s, step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(at_s, step)
 
@@ -218,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Take a plan unless it is old: every peer reports every plan, and a returning peer first an old one."""
+        """Take a plan unless it is old: every peer reports every plan, a restarted peer first an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):

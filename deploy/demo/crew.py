@@ -144,18 +144,17 @@ class Crew:
         member.child.send(signal.SIGCONT)
 
     def terminate(self, members: Sequence[CrewMember]) -> None:
-        """Ask the members to leave."""
         for member in members:
             member.dismissed = True
             member.child.send(signal.SIGTERM)
 
     async def tidy(self) -> None:
-        """Remove the sockets of killed members that did not restart, once no peer runs."""
+        """Remove the socket files that killed members left. Call this when no peer runs any more."""
         for folder in sorted(self.peers_folder.glob("*")):
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Let the host make an invite for any number of peers: a killed peer still counts against the default limit."""
+        """Let the host make an invite for any number of peers: killed peers would use up the default number."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key

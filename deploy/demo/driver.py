@@ -34,7 +34,7 @@ _SAMPLER = "sampler"
 _END_S = 30.0
 """How long the demo waits at the end until all children have written their last snapshots and left."""
 _EVERYWHERE = DataSpec()
-"""The default text, which every machine has."""
+"""The default source of text, which needs no file: every machine has this text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class DemoOptions:
     seconds_max: float | None = None
     json_path: Path | None = None
     keep: bool = False
-    """True: keep the peers' own folders too."""
+    """True: do not delete the peers' own folders at the end."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
     """True: if there is no chaos, kill a holder of the busiest expert at half-time."""
@@ -153,7 +153,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults from the first step on; the last fault leaves time for a recovery before the demo ends."""
+        """Cause faults after the first step. The last one comes early enough for a recovery before the demo ends."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return

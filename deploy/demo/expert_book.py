@@ -9,16 +9,16 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 _Places = Mapping[tuple[int, int], frozenset[PeerID]]
-"""(stage, expert) -> peers named by the plan."""
+"""(stage, expert) -> peers that hold the expert, or must fetch it, according to the plan."""
 
 
 class ExpertFigures(msgspec.Struct, kw_only=True):
     """Figures about the placement of experts."""
 
     placements: int = 0
-    """The number of plans, after the first, that moved some expert."""
+    """The number of plans that moved some expert; the first plan does not count."""
     copies: int = 0
-    """The number of copies that peers had to fetch for those plans."""
+    """The number of copies of experts that peers had to fetch because plans moved experts."""
     holders_min: int
     """The fewest holders of an expert in any plan."""
     holders_max: int = 0

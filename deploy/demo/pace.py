@@ -5,11 +5,11 @@ import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 6
-"""A pace is measured over this many steps: about every tenth one takes half as long again because of validation."""
+"""Speed is measured over this many steps: about every tenth step takes half as long again because of validation."""
 PACE_SHARE = 0.9
-"""A run has recovered at this share of its earlier pace."""
+"""A run has recovered from a fault once its speed is at least this share of the speed before the fault."""
 BEFORE_STEPS = 30
-"""The earlier pace is that of this many steps before the fault."""
+"""The speed before a fault is the median over this many steps before the fault."""
 
 
 def gaps_s(times_s: Sequence[float]) -> list[float]:
@@ -17,7 +17,7 @@ def gaps_s(times_s: Sequence[float]) -> list[float]:
 
 
 def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> float:
-    """Return the longest time between two steps. Args: end_s: the end of an unfinished run, which counts as a step."""
+    """Return the longest time between two steps. Args: end_s: when an unfinished run ended; counts as a last step."""
     times = [*times_s, end_s] if end_s is not None and times_s else times_s
     return max(gaps_s(times), default=0.0)
 
@@ -25,10 +25,10 @@ def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> 
 def recovery_s(times_s: Sequence[float], fault_s: float) -> float | None:
     """Return the seconds from a fault until the run is about as fast as before.
 
-    Speed is measured by windows: the time from a step to the `WINDOW_STEPS`-th step after it. The former duration is
-    the median window among the last `BEFORE_STEPS` steps before the fault. The run has recovered at the first step
-    after the fault that starts a window of at most 1 / `PACE_SHARE` times the former duration. A second fault meanwhile
-    lengthens the recovery.
+    Speed is measured as the time that `WINDOW_STEPS` successive steps take. The reference is the median of these times
+    among the last `BEFORE_STEPS` steps before the fault. The run has recovered at the first step after the fault from
+    which on `WINDOW_STEPS` steps take at most 1 / `PACE_SHARE` times the reference. A second fault before the recovery
+    lengthens it.
 
     Args: times_s: when each step was committed, ascending, [N]; fault_s: when the fault occurred, on the same clock.
     Returns: seconds; None: unknown, too few steps before or after; infinite: the run has not recovered.

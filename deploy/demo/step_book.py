@@ -2,11 +2,11 @@
 
 Each member of each stage's group reports the group's commits (`report.Committed`) through a pipe that outlives the
 member. So a report is lost only if all children of one stage die at once, and the stage's state is lost with them.
-Rejected: taking the steps from the coordinator. If it is killed, the steps that it has not reported are lost;
-besides, it need not be our child.
+We do not take the steps from the coordinator: if it is killed, the steps that it has not reported are lost, and it may
+be no child of this process.
 
-If no child of ours holds some stage, the coordinator's report (`report.StepDone`) replaces that stage's report,
-provided that the coordinator is our child.
+If a stage has no child of this process, the coordinator's report (`report.StepDone`) replaces that stage's report,
+provided that the coordinator is a child of this process.
 """
 
 from dataclasses import dataclass, field
@@ -27,11 +27,11 @@ class _Open:
 
 
 class StepBook:
-    """Collects reports and releases complete steps. While the run stands still, a step waits for every stage.
+    """Collects reports and releases complete steps. A step waits, without a limit, until every stage has committed it.
 
     Args:
         lead_steps: a stage commits step `t + lead_steps` only after all other stages have committed step `t`.
-        patience_s: how long a step waits for missing reports once every stage must have committed it.
+        patience_s: seconds that a step waits for missing reports after every stage must have committed the step.
     """
 
     def __init__(self, *, lead_steps: int, patience_s: float) -> None:
@@ -45,13 +45,13 @@ class StepBook:
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Microbatches added to commits, summed over the groups, `duplicates` included."""
+        """Microbatches in the groups' commits, summed over the groups; one that a group added twice counts as two."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
 
     def obey(self, era: int, *, begins: int, num_stages: int) -> None:
-        """Record the era of a plan. A child reports a plan before it commits steps under this plan.
+        """Record the era (training generation) of a plan. A child reports a plan before it commits steps under it.
 
         Args: begins: the era's first step.
         """
@@ -90,7 +90,8 @@ class StepBook:
         """Return (time of the last report, step) for each complete or overdue step, in order. If a stage's report is
         missing, use the coordinator's report of the step.
 
-        Args: flush: also return steps with only a loss or the coordinator's report, as no more reports will come.
+        Args: flush: no more reports will come, so also return steps that have only the last stage's report, which has
+        the loss, or only the coordinator's.
         """
         steps = []
         for key in sorted(self._open):

@@ -24,13 +24,14 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     coordinator_kills: int
     suspensions: int
     recovery_s: Sequence[float]
-    """Seconds until the pace came back (`pace.recovery_s`), for each kill after which it did, ascending."""
+    """Seconds until the run had recovered (`pace.recovery_s`), for each kill from which it recovered, ascending."""
     recovery_s_median: float | None
-    """The median over all kills with enough steps, without recovery as infinite; None: infinite, or no kills."""
+    """The median of seconds until recovery over all kills with enough steps before and after them. A kill without a
+    recovery counts as infinite. None: the median is infinite, or there are no such kills."""
     lost_s_max: float | None
-    """Seconds of work lost by the costliest kill (`pace.lost_s`); None: unknown, or not recovered."""
+    """Seconds of work that the costliest kill lost (`pace.lost_s`); None: unknown, or the run did not recover."""
     unrecovered: int
-    """Kills after which the pace did not come back despite enough steps."""
+    """Kills from which the run did not recover although enough steps followed."""
     left_behind: int
     """Child processes of killed peers that did not end by themselves."""
 
@@ -56,17 +57,17 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     given_up: int
     """Microbatches left out of a commit at its deadline, summed over all stages."""
     dissenting: int
-    """How often a member had another state than its group at a commit."""
+    """How often a member's weights differed from those of its group after a commit."""
     stall_s_max: float
-    """The longest time between two committed steps; in an unfinished run, also from the last one to the end."""
+    """The longest time between two committed steps; the end of an unfinished run counts as a step."""
     step_s_median: float | None
     validations: Mapping[int, float]
-    """Version -> loss."""
+    """Model version -> validation loss."""
     failed: int
     """Peers that failed by themselves, or did not leave at the end."""
     chaos: ChaosFigures | None
     experts: ExpertFigures | None
-    """None: the run's experts are not placed."""
+    """None: the run has no experts that are placed on peers."""
     seconds: float
     first_step_s: float | None
     """The time from the start to the first step."""
@@ -106,7 +107,7 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int | None = None
     """The peer's stage; None: the peer held none, or has just started."""
     expert: int | None = None
-    """The expert whose holder was killed (`--moe`)."""
+    """The expert of which a holder was killed (`--moe`)."""
     seconds: float = 0.0
     """Seconds since the demo began."""
 
@@ -151,14 +152,14 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Take a status: it names only the newest step, but arrives even if no child of ours holds some stage."""
+        """Take a status. It tells only the newest step, but arrives even if some stage has no child of this process."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:
             self.val_loss = status.validation_loss
 
     def stall_s_max(self, end_s: float) -> float:
-        """Return the longest time between two steps; in an unfinished run, also from the last step to `end_s`."""
+        """Return the longest time between two steps. In an unfinished run, `end_s` counts as the time of a step."""
         return longest_stall_s(self.step_times_s, end_s=None if self.finished else end_s)
 
     def chaos(self) -> ChaosFigures:
@@ -188,7 +189,7 @@ Line = tuple[str, str]
 
 
 def summary_lines(summary: DemoSummary, *, unit: str) -> list[Line]:
-    """Return (label, text) lines; a line without a label is plain text. Args: unit: loss is per byte or token."""
+    """Return (label, text) lines; a line without a label is plain text. Args: unit: `byte` or `token`, for losses."""
     tokens = f"{summary.tokens_per_s:,.0f} tokens/s"
     losses = f"{_loss(summary.loss_first)} -> {_loss(summary.loss_last)} nats a {unit}, val {_loss(summary.val_loss)}"
     lines = [

@@ -35,7 +35,7 @@ class RecordSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """All settings of the file. Raises: ValueError."""
+    """All settings of the file. Raises: ValueError: a value is invalid."""
 
     limits: Limits = Limits()
     record: RecordSettings = RecordSettings()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 QUIET_S = 60.0
-"""How long the device counts as busy after other programs have used it, since a program pauses between two jobs."""
+"""Seconds for which the device counts as busy after other programs used it: programs pause between two jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """Sentences for the owner about limits that cannot be kept, as the machine does not report what they need."""
+        """Sentences for the owner on limits that cannot be kept, because the machine does not report its use."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

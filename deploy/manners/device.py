@@ -76,17 +76,17 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, at most the whole processors; the network has what remains."""
+    """Return torch's default number of threads, at most one per whole processor that this process may use."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 
 def take_own_threads() -> None:
-    """Set torch to `own_threads`, in a command that computes in this process."""
+    """Let torch use `own_threads()` threads, in a command that computes in its own process."""
     torch.set_num_threads(own_threads())
 
 
 def spare_threads() -> int:
-    """Return the number of torch's threads for a volunteer: if there are more than two processors, leave one free."""
+    """Return the number of torch's threads for a volunteer's peer: of three or more processors, one stays free."""
     cores = int(processors())
     return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 

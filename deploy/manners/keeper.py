@@ -34,10 +34,10 @@ class Keeper:
     Args:
         say: prints a sentence for a person.
         look: observes the machine; blocks.
-        kept: the file that keeps the owner's pause across a restart.
+        kept: the path of `PAUSED`, which keeps the owner's pause across a restart; None: a restart ends the pause.
         run_blocking: runs `look` outside the event loop.
         reread: returns the limits as they are set now. Raises: LocalError: the settings cannot be read.
-        apply_upload: limits sending from now on, in bytes/s.
+        apply_upload: sets the limit on sending, in bytes/s.
     """
 
     def __init__(
@@ -165,7 +165,7 @@ class Keeper:
         return {"paused": self._pausing.is_paused, "reasons": list(self.reasons)}
 
     def _on_stop_key(self) -> None:
-        """Pause at Ctrl-Z; resume at the second Ctrl-Z: the process never stops, so `fg` has nothing to resume."""
+        """Pause at Ctrl-Z, and resume at the next Ctrl-Z. The process itself never stops, so `fg` cannot resume it."""
         if _TERMINAL in self._manners.asked:
             self._on_continue()
         else:

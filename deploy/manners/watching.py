@@ -3,10 +3,10 @@
 | what               | source                                                                                |
 |--------------------|---------------------------------------------------------------------------------------|
 | keyboard and mouse | `ioreg` (macOS); Mutter by `gdbus` (GNOME); `xprintidle` (X11); input on terminals    |
-| GPU                | `nvidia-smi pmon`: processes that are not ours. Not in most containers                |
-| processors         | all busy time, minus ours and our children's, where a CPU computes                    |
+| GPU                | `nvidia-smi pmon`: processes that are not ours. It fails in most containers           |
+| processors         | if the CPU is the peer's device: all busy time, minus ours and our children's         |
 
-If no source answers, the value is unknown; of several idle times the shortest counts.
+If no source answers, the value is unknown. If several report an idle time, the shortest counts.
 """
 
 import contextlib

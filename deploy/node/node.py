@@ -86,7 +86,8 @@ class NodeRun:
     corpus: Corpus | None = None
     """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None
-    """Initial weights from a file: on the host of an imported model, and on peers with a copy of the adapters' base."""
+    """Initial weights from a file: on the host of an imported model, and on peers that have a copy of the adapters'
+    base model. None: this peer draws or downloads them."""
 
     @property
     def id(self) -> str:
@@ -106,9 +107,9 @@ class NodePorts:
     rng: random.Random
     device: ComputeDevice = _CPU
     memory_bytes: int | None = None
-    """The memory that the peer claims; None: what is free. A simulation must set it, to be reproducible."""
+    """Bytes of memory that a plan may use on this peer; None: all that is free, which a simulation cannot reproduce."""
     machine: str = ""
-    """A text that is equal for all peers that share this machine's network card; empty: this peer is alone."""
+    """A text that is equal for all peers that share one network card; empty: no other peer shares this peer's."""
     run_blocking: RunBlocking = inline
     """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
     run_search: RunBlocking = inline
@@ -127,7 +128,7 @@ class NodeListeners:
     """Called for every commit of this peer's groups, even if another member reports it to the coordinator."""
     on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
-    """Called with (group, state) after each step or load of one of the peer's states."""
+    """Called with (group, state) after this peer has stepped or loaded the state of one of its groups."""
     say: Callable[[str], None] = logger.info
     """Called with a sentence for the person at this machine."""
 
@@ -243,9 +244,9 @@ class Node:
         await self.coordination.start()
 
     async def wait_done(self) -> Found | None:
-        """Wait until the run has done its last step and other peers have heard so, or the owner has continued the run.
+        """Wait until the last step is done and other peers know that, or until the owner has continued the run.
 
-        Returns: the newer revision of the spec, under which a new node must replace this one; None: the run is done.
+        Returns: None: the run is done; else the newer revision of the spec, under which a new node must replace this.
         Raises: ShoalError: this peer cannot go on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s
@@ -280,7 +281,7 @@ class Node:
     async def leave(self, *, within_s: float = LEAVE_S) -> None:
         """Drain: finish work in flight and wait for its commit, save what no other peer holds, and say goodbye.
 
-        Args: within_s: the time for the drain; other peers redo unfinished work. The goodbye takes a little longer.
+        Args: within_s: seconds for the drain, without the goodbye; other peers redo work that is unfinished then.
         """
         await self.peer.drain(within_s)
         with contextlib.suppress(TimeoutError):

@@ -17,11 +17,11 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""The time in which every member of a group of at most ten is asked at least once."""
+"""Long enough to ask every member of a group for its report at least once, if the group has at most ten members."""
 RATE_S: Final = 30.0
 """The time over which tokens/s is averaged; a step that takes longer is averaged alone."""
 FIRST_S: Final = 5.0
-"""The time for which a new record waits for a peer that knows an older step."""
+"""Seconds that a new record waits, before its first step, for reports of older steps from other peers."""
 AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
@@ -42,10 +42,10 @@ class Book:
     Args:
         num_experts: the number of groups of expert holders beside each stage's own group.
         lead_steps: no group commits step `t + lead_steps` before all other groups have committed step `t`.
-        tokens_per_step: the most tokens that a report may claim.
+        tokens_per_step: a report that claims more tokens is ignored.
         learning_rate: returns the learning rate of a step, counted from 0.
-        reached: (era, steps done) at the record's end; earlier steps do not come out again. None: a new record, which
-            begins with the oldest step that any peer knows.
+        reached: (era, steps done) at the end of the existing record; its steps are not released again. None: a new
+            record, which begins with the oldest step that any peer knows.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Book:
         self._tokens_per_step, self._learning_rate = tokens_per_step, learning_rate
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
-        """The step after the newest released one, if its era goes on."""
+        """(era, step) to release next, if the era of the newest released step goes on."""
         self._begins: dict[int, int] = {}
         """Era -> the version from which it started, according to plans."""
         self._stages: dict[int, int] = {}
@@ -71,7 +71,7 @@ class Book:
         """Group -> key of its newest report."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
-        """The number of steps that no peer knew."""
+        """The number of steps that are missing from the record because no peer had a report of them."""
 
     @property
     def reached(self) -> Key:
@@ -84,11 +84,11 @@ class Book:
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """Return (era, step) of the first step of which to request a report from a member of `groups`."""
+        """Return the first (era, step) of which some group of `groups` may have a report that is not here yet."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return ((era, step), its missing groups) for the oldest step that blocks others; None if none does."""
+        """Return ((era, step), groups without a report) of the oldest step that blocks later steps; None: none does."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
@@ -115,10 +115,10 @@ class Book:
         self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
 
     def due(self, now_s: float, *, flush: bool = False) -> list[StepLine]:
-        """Return, in order, the steps that are complete or have waited long enough for their missing reports. Their
-        `time` is on the clock of `now_s`.
+        """Return, in order, the steps that are complete or have waited long enough for missing reports. The field
+        `time` of each is on the clock of `now_s`.
 
-        Args: flush: also return incomplete steps that have a loss, without waiting: no reports will follow.
+        Args: flush: no more reports will come, so also return each incomplete step of which the loss is known.
         """
         self._note_passed(now_s)
         begun = self._firsts()
@@ -210,8 +210,8 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Return the mean tokens/s up to this step, from the newest step that is at least `RATE_S` older or, without
-        one, from the oldest known step; None if no time has passed."""
+        """Add a step of `tokens` that was committed at `at_s`. Return the mean tokens/s over the last `RATE_S`, over
+        this step alone if it took longer, or since the first known step; None if no time has passed."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

@@ -34,7 +34,7 @@ class EventsFile:
         self._begin(record)
 
     def add(self, lines: Sequence[StepLine | ValidationLine]) -> None:
-        """Append the values of `lines`, which the record has already. Raises: OSError: the disk fails."""
+        """Append the values of `lines`, which the record contains by now. Raises: OSError: the disk fails."""
         if max(line.era for line in lines) > self._era:
             self._writer.close()
             self._begin(read_record(self._folder))  # the run went back: earlier events are void
@@ -88,7 +88,7 @@ def need_wandb() -> None:
 
 
 class WandbRun:
-    """One run of `project`, the same after each restart: its id consists of the run's id and the peer.
+    """One run at Weights & Biases, in `project`. It goes on after a restart: its id is the run's id and the peer.
 
     Raises: LocalError: wandb does not start, for example without a login.
     """

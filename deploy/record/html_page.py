@@ -1,6 +1,6 @@
 """Renders a run's record as one self-contained HTML page, which loads nothing and shows peers' names only as text.
 
-The page shows JSON through the dashboard's scripts (`../dashboard/static/`), embedded with uPlot and their style.
+The page embeds the record as JSON, and uPlot and the dashboard's scripts and style (`../dashboard/static/`).
 """
 
 import csv
@@ -31,7 +31,6 @@ _MODULE = re.compile(r"^(import .*;\n|export )", re.M)
 
 
 def render_page(record: Record) -> str:
-    """Return the whole HTML page about `record`."""
     found = Totals(record)
     every = -(-len(record.steps) // POINTS_MAX) or 1
     steps = [merged(record.steps[index : index + every]) for index in range(0, len(record.steps), every)]

@@ -65,7 +65,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     """Nats a token, the mean over microbatches with the weights before the step; None: no remaining peer knows it."""
     perplexity: float | None = None
     learning_rate: float | None
-    """None: unknown to a peer without the run's spec, which writes no record."""
+    """None: this peer does not have the run's spec (and so writes no record)."""
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
@@ -73,9 +73,9 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     tokens: int
     """The tokens of this step, or of all the steps that the line stands for."""
     tokens_per_s: float | None = None
-    """Tokens/s over the last `book.RATE_S`, standstills included; None: the first step."""
+    """Tokens/s over the last 30 s (`book.RATE_S`), standstills included; None: this is the first step."""
     foreseen_tokens_per_s: float | None = None
-    """Tokens/s that the plan of that time predicted; None: this peer did not know the prediction then."""
+    """Tokens/s that the plan then in force predicted; None: this peer did not know the prediction."""
     staleness: float
     """The mean staleness over the stages, in steps."""
     peers: int
@@ -85,11 +85,11 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     duplicates: int = 0
     """Microbatches computed twice, summed over the stages."""
     dissenting: int = 0
-    """The number of members with another state than the rest of their group after the commit."""
+    """The number of members with weights that differed from the rest of their group's after the commit."""
     unheard: int = 0
     """The number of groups of which no remaining peer has a report."""
     steps: int = 1
-    """How many steps the line stands for, up to `step`: several after an old part of the record was thinned."""
+    """How many steps the line stands for; the last of them is `step`. It is 1 unless old lines have been merged."""
 
 
 class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):
@@ -106,7 +106,7 @@ class PlanLine(_Line, frozen=True, tag="plan", kw_only=True):
     sequence: int
     era: int = 0
     restored: int = 0
-    """The version from which the era started."""
+    """The model version from which the plan's era (training generation) started."""
     coordinator: PeerID
     reason: str
     peers: int = 0
@@ -154,7 +154,7 @@ def decode_line(data: bytes) -> Line | None:
 
 
 point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "learning_rate", "gradient_norm")
-"""Returns a step as a point of the plots; `COLUMNS` of `charts.js` names its parts."""
+"""Returns a step line as a tuple for the plots; `COLUMNS` in `charts.js` names the elements in this order."""
 
 
 def perplexity(loss: float | None) -> float | None:

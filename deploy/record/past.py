@@ -1,8 +1,8 @@
 """Remembers the commits of a peer's groups, for other peers that keep a record and missed them.
 
-A coordinator hears of all commits of its term, but forgets them when it is killed. Every member of a group knows the
-group's commits. So a recording peer asks one member of each group: a step is forgotten only if all members of a group
-are gone.
+A peer that keeps a record asks one member of each group, because every member knows its group's commits: a step is
+forgotten only if all members of a group are gone. A coordinator knows all commits of its term, but if it is killed,
+they are lost.
 """
 
 from bisect import bisect_left, insort
@@ -28,7 +28,7 @@ class _Kept(Generic[Report]):
         self._reports: dict[tuple[int, ...], tuple[float, Report]] = {}
 
     def add(self, key: tuple[int, ...], at_s: float, report: Report) -> None:
-        """Keep a report under `key`, unless another member has reported the same before."""
+        """Keep a report under `key`, unless there is one already: all members of a group report a commit alike."""
         if key not in self._reports:
             self._reports[key] = at_s, report
             insort(self._keys, key)

@@ -26,13 +26,13 @@ from shoal.protocol.errors import LocalError
 
 @dataclass(slots=True, kw_only=True)
 class Record:
-    """The content of a record."""
+    """The content of a record file."""
 
     starts: list[StartLine] = field(default_factory=list)
     steps: list[StepLine] = field(default_factory=list)
     """Valid steps, ordered by `step`."""
     redone: list[StepLine] = field(default_factory=list)
-    """Void steps, which the run has repeated after going back."""
+    """Steps that do not count, because the run went back to a snapshot and repeated them."""
     validations: list[ValidationLine] = field(default_factory=list)
     """Validations that are not void, ordered by `step`."""
     plans: list[PlanLine] = field(default_factory=list)

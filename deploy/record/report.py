@@ -27,7 +27,7 @@ class Ready(_Report, frozen=True):
 
 
 class Invites(_Report, frozen=True):
-    """A new invite that also names other members, and so still works after this process has ended."""
+    """A new invite that names other members too, and so works even after this process has ended."""
 
     peer: PeerID
     invite: str
@@ -61,7 +61,7 @@ class Obeys(_Report, frozen=True):
 
 
 class Committed(_Report, frozen=True):
-    """A stage's group that includes this process has committed a step, and its members agree."""
+    """A group of which this process is a member has committed a step (`report`)."""
 
     report: CommitReport
 
@@ -73,14 +73,14 @@ class Validated(_Report, frozen=True):
 class StepDone(_Report, frozen=True, kw_only=True):
     """A step that all stages have committed, reported by the coordinator (`coordinator.ledger.StepRecord`).
 
-    A parent needs this report if some stage has none of its children; else it learns the step from `Committed`.
+    A parent process needs it only if some stage has none of its children; else `Committed` tells the step.
     """
 
     step: int
     """The number of the step, counted from 0."""
     loss: float | None
     validation_loss: float | None = None
-    """The loss of the newest validation, if there was one since the previous step."""
+    """The loss of the newest validation; None: there was none since the previous step."""
     validation_step: int | None = None
     tokens_per_s: float = 0.0
     staleness_mean: float
@@ -148,7 +148,7 @@ class Recorded(_Report, frozen=True):
     """New lines of the run's record, from a peer that keeps a record or shows the page."""
 
     steps: tuple[StepLine, ...] = ()
-    """Steps in order, each once. A step of a later era replaces the earlier steps from its number on."""
+    """Steps in order, each once. A step of a new era replaces the earlier steps with the same or a higher number."""
     validations: tuple[ValidationLine, ...] = ()
 
 
@@ -165,11 +165,11 @@ class Note(_Report, frozen=True):
 
 
 class Phase(_Report, frozen=True):
-    """A peer's activity before it trains. A phase without `part` ends the previous one."""
+    """A peer's activity before it trains. A phase without `part` ends the phase before it."""
 
     name: str
     part: float | None = None
-    """The done part, in [0, 1]."""
+    """The share of the phase that is done, in [0, 1]; None: unknown, or nothing to count."""
     left_s: float | None = None
     """Estimated seconds until the phase is done."""
 
@@ -206,7 +206,7 @@ class Reporter:
     def __init__(self) -> None:
         self.listeners: list[Callable[[Report], None]] = []
         self.polls: Callable[[], bool] = lambda: False
-        """True if a listener wants the swarm's status also while this peer does not coordinate."""
+        """Returns True if a listener wants the swarm's status even while this peer is not the coordinator."""
 
     def say(self, report: Report) -> None:
         for hear in self.listeners:

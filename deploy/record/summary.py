@@ -12,7 +12,7 @@ from shoal.deploy.record.lines import PeerLine, StepLine
 from shoal.deploy.record.reading import Record
 
 _AT_THE_END = 10
-"""The last loss is a mean of this many steps, since that of one step is noisy."""
+"""The number of last steps over which the final loss is averaged, since the loss of one step is noisy."""
 NAMES_MAX = 8
 NOTHING = "nothing"
 
@@ -24,7 +24,7 @@ class Share:
     lines: Sequence[PeerLine]
     work_s: float
     tokens: int
-    """Tokens on which the run trained in that time: all passed the peer's stage, which other peers may share."""
+    """Tokens on which the run trained while the peer had a stage, even if other peers of the stage computed them."""
 
     @property
     def name(self) -> str:

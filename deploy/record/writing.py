@@ -11,9 +11,9 @@ from shoal.deploy.record.lines import Line, NoteLine, PeerLine, PlanLine, StepLi
 from shoal.protocol.identity import PeerID
 
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Room for 190,000 steps of about 350 bytes; beyond it the older half is thinned."""
+"""Room for 190,000 step lines of about 350 bytes. The older half of a larger record is thinned (`thin`)."""
 WAITING_MAX: Final = 100_000
-"""Lines kept in memory while the disk fails; beyond that the oldest are lost."""
+"""The most lines kept in memory while the disk fails; if there are more, the oldest lines are lost."""
 AGAIN_S: Final = 10.0
 """The time until the disk is tried again after an error."""
 
@@ -104,8 +104,8 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned. In that half, two steps become one line. Dropped are notes, plans
-    with the era, peers and stages of the plan before, and all lines about a peer but the first and the last.
+    """Rewrite the record with its older half thinned: two step lines become one; notes, plans with the era, peers and
+    stages of the plan before, and all lines about a peer but the first and the last are dropped.
 
     Returns: the record's size in bytes. Raises: OSError: the disk fails.
     """
@@ -121,7 +121,7 @@ def thin(path: Path) -> int:
 
 
 def thinned(lines: Sequence[Line]) -> list[Line]:
-    """Return `lines` in order, with two steps merged into one line and without the lines that `thin` drops."""
+    """Return `lines` thinned: step lines are merged in pairs, and lines that tell little are dropped (see `thin`)."""
     last_words = {line.peer: line for line in lines if isinstance(line, PeerLine)}
     known: set[PeerID] = set()
     layout: tuple[int, int, int] | None = None

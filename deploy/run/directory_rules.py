@@ -1,4 +1,5 @@
-"""Decides which records a run's directory (a DHT) accepts; each node asks before it keeps, passes on or reads a record.
+"""Decides which records a run's directory (a DHT) accepts. Each node checks a record before it stores, forwards or
+reads the record.
 
 A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. The spec's key accepts only
 such copies, so nobody can crowd them out. Any other record is a peer's signed statement about itself, under its ID.
@@ -20,12 +21,12 @@ from shoal.protocol.seals import SEALS
 from shoal.protocol.spec import decode_spec, run_id
 
 _COPIES_BYTES_MAX = 256 * 1024
-"""About 250 copies of the spec. Further peers find no room and try again later."""
+"""Room for about 250 copies of the spec. Further peers cannot store a copy, and try again later."""
 _HEADS_BYTES_MAX = 256 * 1024
-"""Only coordinators post a head (it names their newest plan), for two minutes. The records of all keys together must
-fit into one message, because a DHT node hands all of them to a new node that is closer to the keys."""
+"""Room for heads: a coordinator posts one, with its newest plan's number, for two minutes. Records of all keys must fit
+into one message, because a DHT node sends them together to a new node that is closer to the keys."""
 _NOTICE_BYTES_MAX = 4 * 1024
-"""One advert or head: eight addresses of 256 characters, and half as much for the rest."""
+"""The largest advert or head: eight addresses of 256 characters, and as much again for everything else."""
 
 
 def record_rules(gate: Gate) -> Mapping[str, KeyRule]:

@@ -34,10 +34,10 @@ class GoingOn:
 
 
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
-    """True if `asked` means the run of which `known` is a revision.
+    """True if the spec `asked` belongs to the run of which `known` is a revision.
 
-    Args: chosen: fields of `asked` (`optimizer.warmup_steps`) that a rule filled in, not a person. A difference in them
-    does not count: another version of shoal, or another number of steps, may have filled in other values.
+    Args: chosen: fields of `asked`, such as `optimizer.warmup_steps`, that a rule filled in and not a person. Their
+    values need not agree: another version of shoal, or another number of steps, may have filled in other values.
     """
     values = {path: attrgetter(path)(known) for path in chosen}
     try:
@@ -78,7 +78,7 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
 
 
 def new_run_note(asked: RunSpec, others: Iterable[RunFolder], chosen: Collection[str] = ()) -> str:
-    """Return a note if one of `others` has this name but differs from `asked` in fields that cannot change; else ""."""
+    """Return a note if one of `others` has the name of `asked`, but other values in unchangeable fields; else ""."""
     begun = [(other.reached(), other, spec) for other in others if (spec := other.spec()) is not None]
     begun = [entry for entry in begun if entry[0] > 0 and entry[2].name == asked.name]
     if not begun:

@@ -62,7 +62,7 @@ def dump_brief(spec: RunSpec, comments: Mapping[str, str]) -> str:
 
 
 def write_spec(spec: RunSpec, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """Write `dump_spec` (with `comments`: `dump_brief`) to `path`. Raises: LocalError: `spec` has a non-UTF-8 path."""
+    """Write the spec as TOML, in full or, with `comments`, in brief. Raises: LocalError: a path in it is not UTF-8."""
     path.write_text(dump_spec(spec) if comments is None else dump_brief(spec, comments))
     assert load_spec(path) == spec
 

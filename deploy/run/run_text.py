@@ -33,7 +33,7 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences about each source of text: how much is read, learnt and left out, and how many passes."""
+    """Return sentences that tell how much of each source of text is read, learnt and left out, and how often."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):
@@ -69,7 +69,8 @@ def find_corpus(
     file this machine reads, or what it fetches from the hub.
 
     Args:
-        data: the user's path of the run's text; several sources separated by commas, in the spec's order; empty: none.
+        data: the user's path of the run's text, or several paths separated by commas, in the order of the spec's
+            sources; empty: none.
         tokenizer: the user's path of the run's tokenizer.json; empty: none.
     Raises: DataError: the text that the user named is missing or not the run's.
     """

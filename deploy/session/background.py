@@ -43,7 +43,7 @@ async def in_background(work: Callable[[], T]) -> T:
 
 @contextlib.asynccontextmanager
 async def ending(*tasks: asyncio.Task[Any]) -> AsyncIterator[None]:
-    """Cancel `tasks` at the end of the context, and wait until they have ended; drop their errors."""
+    """Cancel `tasks` at the end of the context, wait until they have ended, and ignore their errors."""
     try:
         yield
     finally:

@@ -39,7 +39,6 @@ class Each:
     flags: Sequence[str]
 
     def argv(self, index: int, device: str, *, among: int, threads: int) -> list[str]:
-        """Return the command line of one peer."""
         host, _, _ = self.listen.rpartition("/")
         name, listen = f"{self.name}-{index + 1}", self.listen if index == 0 else f"{host}/0"
         argv = [*CLI, "join", "-", f"--name={name}", f"--device={device}", f"--listen={listen}", "--yes"]

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 _M_ARENA_MAX = -8
 _INTERVAL_S = 10.0
-"""A trim costs a few milliseconds, and a few more to get the pages back: a thousandth of a core."""
+"""Seconds between trims. A trim, and getting pages back after it, take a few milliseconds: a thousandth of a core."""
 _LARGE_PARAMETERS = 4_000_000
-"""A smaller stage leaves at most 48 MB, which the next regular trim returns."""
+"""Parameters of a large stage. A smaller stage leaves at most 48 MB unused, which the next regular trim returns."""
 
 
 def share_heap() -> None:
     """Use one heap for all threads that start from now on; no effect where the C library is not glibc.
 
     By default each thread has its own heap, which stays at its peak size, because one thread cannot reuse what another
-    freed. Tensors are made by the device's thread and freed by the loop's, and vice versa.
+    freed. Tensors are made by the device's thread and freed by the event loop's, and vice versa.
     """
     with contextlib.suppress(AttributeError, OSError, TypeError):  # not glibc
         ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
@@ -64,15 +64,15 @@ async def trim_heap_forever() -> None:
 class TrimsAfterSteps:
     """Trims the heap right after each step of a large stage; never two trims at a time.
 
-    During a step the old and the new state exist. Later allocations do not fit into the holes that the old state leaves
-    (a gradient is larger than a layer): without a trim, memory for both is in use at a time (`peer/MEASURED.md`).
+    During a step the old and the new state exist at once. Later allocations do not fit into the holes that the old
+    state leaves: a gradient is larger than a layer. So without a trim the process keeps both (`peer/MEASURED.md`).
     """
 
     def __init__(self) -> None:
         self._trimming: asyncio.Task[None] | None = None
 
     def stepped(self, stage: int, state: "StageState") -> None:
-        """Trim if `state`, after a step or a load, is large."""
+        """Trim if `state`, which has just been stepped or loaded, is large."""
         is_large = sum(layer.param_N.numel() for layer in state.layers.values()) >= _LARGE_PARAMETERS
         if is_large and (self._trimming is None or self._trimming.done()):
             self._trimming = asyncio.create_task(asyncio.to_thread(trim_heap), name="trim the heap")

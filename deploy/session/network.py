@@ -52,8 +52,8 @@ async def open_network(
     Args:
         members: decides on admission to the run.
         folder: the peer's folder, locked by this process.
-        listen, announce: multiaddrs without `/p2p/…`.
-        invited: the addresses in an invite, to dial besides the peers met earlier in the run.
+        listen, announce: addresses to listen at and to tell other peers, as multiaddrs without `/p2p/…`.
+        invited: the addresses in an invite. The network dials them and peers that it met earlier in the run.
     Raises: TransportError: the network daemon does not start, or cannot listen at `listen`.
     """
     async with contextlib.AsyncExitStack() as stack:

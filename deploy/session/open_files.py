@@ -6,7 +6,7 @@ import sys
 from shoal.protocol.errors import LocalError
 
 FILES_MIN = 256
-"""An idle peer has 28 open; each neighbour, transfer and snapshot takes a few more."""
+"""The fewest that a peer can work with: 28 are open when it is idle, a few more per neighbour, transfer or snapshot."""
 
 
 def allow_open_files() -> None:

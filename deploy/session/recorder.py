@@ -1,7 +1,7 @@
 """Keeps the record of a run while a peer takes part: asks members for their commits and writes these to the record.
 
-A step passes from `_ask` (members' `History`, and our own past) through `Book.due` to `_keep` (the record,
-TensorBoard's file, Weights & Biases), and as `Recorded` to the displays. Without a folder, only displays get the step.
+The recorder puts reports of commits, from this peer's past and other members' answers, into a `Book`. Complete steps go
+to the record, TensorBoard's file and Weights & Biases, and to displays. Without a folder only displays get them.
 """
 
 import asyncio
@@ -56,16 +56,16 @@ PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
 """The number of groups asked per second; in a run with more groups, each group is asked more rarely."""
 MISSING_S: Final = 3.0
-"""The interval of requests for a missing older step."""
+"""Seconds between requests for a step of which a report is missing while later steps wait for it."""
 VALIDATIONS_S: Final = 20.0
-"""The interval of additional requests to members of the first stage, for validations."""
+"""Seconds between requests to several members of the first stage: only the member that led a validation knows it."""
 ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
-"""The time that `finish` waits for the last steps; the last request may take longer."""
+"""Seconds that `finish` waits for reports of the last steps; a request under way may take longer."""
 
 
 class Recorder:
-    """Keeps one record, from `open` to `close`; before `open` it asks nobody.
+    """Keeps one record, from `open` to `close`; before `open` it sends no requests.
 
     Args:
         start: the record's first line, about the run and this peer.
@@ -242,7 +242,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """Return (era, version) from which to request validations: two intervals before the newest: some are late."""
+        """(era, version) from which to request validations: two intervals before the newest, since some come late."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 
@@ -306,7 +306,7 @@ class Recorder:
     # --- writing ---
 
     async def _tell(self, steps: Iterable[StepLine]) -> None:
-        """Keep `steps`, with times in seconds since 1970 and the live plan's predicted tokens/s."""
+        """Pass `steps` on to `_keep`, with times in seconds since 1970 and the live plan's predicted tokens/s."""
         ahead_s = time.time() - time.monotonic()
         since, foreseen = self._foreseen
         await self._keep(
@@ -321,7 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write `steps` and all waiting lines, in another thread since a disk may be slow; then report these lines."""
+        """Write `steps` and all waiting lines, in another thread since a disk may be slow, and report these lines."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:

@@ -87,10 +87,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between the status requests of a child that does not coordinate. Every child asks: any may die."""
+"""Seconds between status requests of a peer that reports to a parent. Each asks, because any of them may die."""
 _POLLS_MAX = 20
-"""Status requests per second to the coordinator, from all peers that show the status: in larger swarms each asks
-rarely."""
+"""The most status requests per second from all peers together; so in a large swarm each peer asks rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
@@ -109,7 +108,7 @@ class Ways:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextPaths:
-    """Local paths of the run's text and of the adapters' base model, where they differ from the spec's."""
+    """The user's paths of the run's text and of the adapters' base model. The spec's paths are the host's."""
 
     data: str = ""
     tokenizer: str = ""
@@ -167,7 +166,7 @@ def _seats(spec: RunSpec) -> int:
 
 
 async def host_run(spec: RunSpec, corpus: Corpus, initial: InitialWeights | None, options: Options) -> None:
-    """Start or resume the run `spec`, with its data digest filled in, and take part in it.
+    """Start or resume the run `spec`, which has the digest of `corpus`, and take part in it.
 
     Args: initial: the initial weights; None: drawn from the seed. Raises: ShoalError: its sentence is for the user.
     """
@@ -240,7 +239,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part under `newer`, a newer revision of the spec, if there is one; then under each later revision."""
+    """Take part under `newer`, a newer revision of the spec, and then under each later revision; None: do nothing."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
@@ -521,7 +520,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return in words what delays the first plan. Only the host, which makes that plan, can count the present peers."""
+    """Return in words what delays the first plan. Only the host, which makes the plan, knows how many peers are up."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

@@ -19,10 +19,10 @@ _PORT = re.compile(r"^/ip([46])/.*/tcp/([1-9]\d*)$")
 
 
 class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """The kept ports by IP version, and the dashboard's port and key; 0, or an empty key, if nothing is kept yet."""
+    """This peer's kept libp2p ports, and its dashboard's port and key. 0, or an empty key: none is kept yet."""
 
     ports: dict[str, int] = {}
-    """IP version -> libp2p port: {"4": 43117}; only ports that the system chose because the user named none."""
+    """IP version -> libp2p port, as {"4": 43117}. Ports that the user named are not kept."""
     dashboard_port: int = 0
     dashboard_key: str = ""
 
@@ -35,7 +35,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(filled)
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Return a copy with the port in `listening` for each IP version that has port 0 (any) in `asked`."""
+        """Return a copy that keeps, for each IP version with port 0 (any) in `asked`, the port in `listening`."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}
@@ -43,7 +43,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def load_addresses(folder: Path) -> KeptAddresses:
-    """Read the file. If it is missing or damaged, return an empty one; damage is logged."""
+    """Read the addresses kept in `folder`. Return empty ones if the file is missing or damaged; log damage."""
     try:
         return msgspec.json.decode((folder / FILE_NAME).read_bytes(), type=KeptAddresses)
     except FileNotFoundError:
@@ -54,7 +54,7 @@ def load_addresses(folder: Path) -> KeptAddresses:
 
 
 def keep_addresses(folder: Path, kept: KeptAddresses) -> None:
-    """Write the file, readable for this user only, since it contains a key. A disk failure is only logged."""
+    """Write `kept` into `folder`, readable for this user only: it contains a key. A disk failure is only logged."""
     path = folder / FILE_NAME
     beside = path.with_suffix(".new")
     try:

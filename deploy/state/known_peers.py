@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
-"""Peers to dial at once: one of those seen last is up unless the whole run is down."""
+"""The most known peers to dial: one of the 16 seen last is up unless the whole run is down."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
@@ -67,7 +67,7 @@ class KnownPeers:
 
 
 def all_known(root: Path, run: str) -> tuple[str, ...]:
-    """Return the addresses that any of this user's peers in the run has kept, last seen first."""
+    """Return the addresses of the `TRIED_MAX` peers of the run that this user's peers met last, newest first."""
     paths = [*root.glob(f"*/*/{run}/{FILE_NAME}"), *root.glob(f"*/*/*/{run}/{FILE_NAME}")]
     files = (KnownPeers(LiveDisk(path.parent.parent), run) for path in paths)
     known = sorted((peer for file in files for peer in file.read()), key=lambda peer: -peer.seen_s)
@@ -75,7 +75,7 @@ def all_known(root: Path, run: str) -> tuple[str, ...]:
 
 
 def ways_to(invite: Invite) -> tuple[str, ...]:
-    """Return addresses for a command to dial: the invite's, then those of peers that this user's peers met."""
+    """Return addresses for a command to dial: the invite's, then those of peers that this user's peers met last."""
     return tuple(dict.fromkeys((*invite.addresses, *all_known(places.state_root(), invite.run))))
 
 
@@ -113,7 +113,7 @@ async def keep(
     *,
     run_blocking: Callable[[Callable[[], object]], Awaitable[object]],
 ) -> None:
-    """Write down the connected peers until cancelled. A disk failure is only logged."""
+    """Note in the file, until cancelled, which peers are connected. A disk failure is only logged."""
     written: dict[PeerID, Sequence[str]] = {}
     written_s = clock.now_s()
     while True:

@@ -55,8 +55,8 @@ class FolderLock:
 
 
 def claim_folder(path: Path) -> FolderLock:
-    """Create and lock `path`. Close it, its content and the state root to other users, and set this process's umask to
-    077, which children inherit.
+    """Create and lock the folder `path`. Remove other users' permissions on it, its content and the state root, and set
+    this process's umask to 077, which children inherit.
 
     Raises: LocalError: another process holds `path`, it cannot be made, or it is not UTF-8, which our notes need.
     """
@@ -113,7 +113,7 @@ def _close(path: Path) -> None:
 
 
 def claim_first_free(parent: Path, prefix: str) -> FolderLock:
-    """Lock the first unlocked folder of `parent/prefix-1`, `parent/prefix-2`, …, so a restart gets the former folder.
+    """Lock the first of `parent/prefix-1`, `parent/prefix-2`, … that is not locked: a restart gets its folder again.
 
     Raises: LocalError: the folder cannot be made.
     """
@@ -142,12 +142,12 @@ def note_folder(folder: Path) -> None:
 
 
 def forget_folder(folder: Path) -> None:
-    """Delete the note of a removed folder."""
+    """Delete the record that `note_folder` made of `folder`."""
     _remove(_elsewhere(folder.resolve()))
 
 
 def folders_elsewhere() -> list[Path]:
-    """Return the noted folders that still exist."""
+    """Return the folders recorded by `note_folder` that still exist."""
     found = []
     for note in sorted((state_root() / "elsewhere").glob("*.txt")):
         with contextlib.suppress(OSError, UnicodeDecodeError):
@@ -182,7 +182,7 @@ class Running(msgspec.Struct, frozen=True):
 def announced(
     invite: str, folder: Path | None = None, *, name: str = "", run_name: str = "", hosts: bool = False
 ) -> Iterator[None]:
-    """Keep a note inside the context by which `shoal status` finds the run, and `shoal leave` the peer.
+    """Inside the context keep a note on disk, by which `shoal status` finds the run, and `shoal leave` the peer.
 
     If the note cannot be written, that is only logged: the peer's own folder may be on another disk.
     """
@@ -236,7 +236,7 @@ def _lives(note: Running) -> bool:
 
 
 def _created_s(pid: int) -> float:
-    """Return a process's start time: on Linux in seconds since boot, since psutil's changes when the clock is set."""
+    """Return a process's start time; on Linux in seconds since boot, which setting the clock does not change."""
     if not psutil.LINUX:
         return psutil.Process(pid).create_time()
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the process name may contain blanks

@@ -8,8 +8,8 @@
 | `snapshots/` | layers (`shoal.peer.disk.archive`) |
 | other files | those of `coordinator/store.py`, `known_peers.py` and `../record/` |
 
-Only `kept` needs torch. A damaged file counts as missing, which does no harm: the spec is in the snapshots too, and
-`standing.json` only serves what commands print.
+Only `RunFolder.kept` needs torch. A damaged file counts as missing, which does no harm: the spec is in the snapshots
+too, and `standing.json` only serves what commands print.
 """
 
 import contextlib
@@ -59,11 +59,11 @@ class Kept:
     """The state of a run's snapshots in one peer's folder."""
 
     layers: Mapping[tuple[int, int], Collection[str]]
-    """(era, version) -> readable layers."""
+    """(era, version) of each snapshot -> its readable layers; the era is the training generation."""
     damaged: Sequence[str]
     """A sentence for each unreadable snapshot."""
     saved: int
-    """The version of the last snapshot written here; 0: none was."""
+    """The version of the last snapshot that was written here; 0: none was written."""
 
     def newest_whole(self, keys: Collection[str]) -> int | None:
         """Return the version of the newest snapshot that contains all the layers `keys`; None if there is none."""
@@ -127,7 +127,7 @@ class RunFolder:
             logger.debug("no note of how far the run is: %s", error)
 
     def version(self) -> int:
-        """Return the version of the newest snapshot here, whole or not; 0 if there is none."""
+        """Return the version of the newest snapshot here, even if it lacks layers; 0 if there is none."""
         return max((name.version for name, _ in self._snapshots()), default=0)
 
     def kept(self) -> Kept:
@@ -159,7 +159,7 @@ class RunFolder:
         return bool(KnownPeers(LiveDisk(self.peer_folder), self.run).read())
 
     def reached(self) -> int:
-        """Return the last step of the run that is known here."""
+        """Return the last step of the run that is known here, from the newest snapshot or `standing.json`."""
         standing = self.standing()
         return max(self.version(), standing.step if standing is not None else 0)
 

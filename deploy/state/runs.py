@@ -67,7 +67,7 @@ def peer_folders() -> list[Path]:
 
 
 def find(wanted: str, runs: Iterable[FoundRun]) -> list[FoundRun]:
-    """Return the run that `wanted` means, once for each folder that has it.
+    """Return the run that `wanted` means, as an entry for each folder that has this run.
 
     Args: wanted: a name, an id or its first letters; or the folder of a run, of a peer or of a demo.
     Raises: LocalError: no run matches, or several do.
@@ -134,7 +134,7 @@ def _listed(runs: Sequence[FoundRun]) -> str:
 def find_hosted(wanted: str, state_dir: Path | None) -> tuple[RunFolder, RunSpec]:
     """Return a run that was hosted on this machine, and the newest revision of its spec.
 
-    Raises: LocalError: there is no such run, or it was hosted elsewhere.
+    Raises: LocalError: there is no such run, it was hosted elsewhere, several folders have it, or it has no spec here.
     """
     found = find(wanted, all_runs() if state_dir is None else _runs_at(state_dir.resolve(), _running()))
     hosted = [run for run in found if run.role == "host"]

@@ -25,7 +25,7 @@ from shoal.protocol.spec import RunSpec, decode_spec, encode_spec, run_id
 logger = logging.getLogger(__name__)
 
 FIND_S = 20.0
-"""The time to look for a run: a directory that was just joined may be empty for a moment."""
+"""Seconds to look for a run: a node that has just joined the directory may find nothing in it for a moment."""
 REFRESH_S = 300.0
 _ASK_AGAIN_S = 0.5
 
@@ -94,7 +94,7 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, 
 
 
 async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | None, str]:
-    """Return (the newest spec in the directory or None, the error of the last invalid record or "")."""
+    """Return (newest spec in the directory, or None; why the last invalid record is invalid, or "")."""
     found: Found | None = None
     refused = ""
     for subkey, record in sorted((await directory.get(record_key(run))).items()):
@@ -128,7 +128,8 @@ class SpecKeeper:
         self._hurry.set()
 
     async def keep(self) -> None:
-        """Store the record and look for a newer one until cancelled. Retries back off: a full key has enough copies."""
+        """Store the record and look for a newer one until cancelled. Retries get rarer: a directory without room for
+        another copy has enough copies."""
         again_s = _ASK_AGAIN_S
         while True:
             try:

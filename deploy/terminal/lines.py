@@ -45,7 +45,7 @@ def step_line(view: View, step: StepDone | None = None) -> str:
 
 
 def said_rate(view: View) -> str:
-    """Return the rate in tokens/s; a dash in place of the number after the first step or without a recent status."""
+    """Return the run's rate, such as `1,200 tokens/s`, with a dash as the number while the rate is unknown."""
     known = view.tokens_per_s or (view.tokens_per_s is not None and view.standstill)
     return f"{view.tokens_per_s:,.0f} tokens/s" if known else "- tokens/s"
 
@@ -66,7 +66,7 @@ def trouble(view: View) -> str:
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line for each stage with experts: each expert's share of tokens and number of copies, coming or here."""
+    """Return a line per stage with experts: each one's share of tokens and number of copies, fetches included."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

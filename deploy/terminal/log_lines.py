@@ -1,4 +1,4 @@
-"""Writes log lines to standard error without repeats: a stranger's bad record, say, is read every few seconds."""
+"""Writes log lines to standard error without repeats, such as those on a bad record that is read again and again."""
 
 import copy
 import logging
@@ -24,9 +24,9 @@ class _Cause:
 class LogLines(logging.Handler):
     """A log handler that suppresses repeats.
 
-    It looks up `sys.stderr` at each line, because a live view replaces this to write above itself. Lines from one place
-    in the code count as one cause, whichever peer or step they name. A cause is written at most once in `REPEATS_S`,
-    with the number of suppressed lines since. Control characters become `?`: a line may contain other peers' text.
+    It looks up `sys.stderr` at each line, because a live view replaces it. Lines from one place in the code count as
+    one cause, whichever peer or step they name. A cause is written at most once in `REPEATS_S`, with the number of its
+    lines suppressed since. Control characters become `?`: a line may contain other peers' text.
 
     Args: every: write each line (`--verbose`).
     """
@@ -54,7 +54,7 @@ class LogLines(logging.Handler):
             self.handleError(record)
 
     def _repeats(self, record: logging.LogRecord) -> int | None:
-        """Return the number of lines of this cause suppressed since the last one written; None: suppress `record`."""
+        """Return the number of lines suppressed since this cause was last written; None: suppress `record` too."""
         template = str(record.msg)
         words = re.sub(r"%\S*", "", template)
         text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone does not identify the cause

@@ -15,14 +15,14 @@ _WHAT_NEXT = "`shoal generate -p TEXT` lets the model write, `shoal export FOLDE
 class PeerOutput:
     """Shows a peer's reports to a person.
 
-    Steps come from the coordinator's status, about one a second: a peer that does not coordinate has no other source
-    for the whole run.
+    It takes steps from the coordinator's status, which comes about once a second: a peer that does not coordinate has
+    no other source about the whole run.
     """
 
     def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
         self._facts = facts
         self._first_step = -1
-        """The run's step when this peer first heard of it; -1: not yet."""
+        """The number of steps that the run had done at the first status; -1: no status has come yet."""
         self.presenter = Presenter(facts, title=title, console=console)
         self._hosts = False
         self._phase = ""
@@ -92,7 +92,7 @@ class PeerOutput:
 
 
 def given(mine: Contribution, facts: RunFacts, *, steps: int) -> str:
-    """Return a sentence about this peer's contribution. Args: steps: the steps that the run did in that time."""
+    """Return a sentence about this peer's contribution. Args: steps: steps that the run did meanwhile."""
     tokens, trained = mine.microbatches_total * facts.tokens_per_microbatch, steps * facts.tokens_per_step
     share = f": {min(1.0, tokens / trained):.0%} of what the run trained on meanwhile" if trained else ""
     work = counted(mine.microbatches_total, "microbatch", "microbatches")

@@ -43,7 +43,7 @@ class Presenter:
     ) -> None:
         self.footer: Sequence[Text] = ()
         self.doing = ""
-        """This process's activity, where it says more than the run's phase; empty: show the phase."""
+        """This process's activity, to show in place of the run's phase; empty: show the phase."""
         self._console = console or open_console()
         self._live: Live | None = None
         self._feed = Feed(facts, title=title, wall_minus_clock_s=time.time() - time.monotonic())
@@ -56,7 +56,7 @@ class Presenter:
         self._trouble = ""
         """The last printed cause of a standstill; empty: the run goes on."""
         self._stood_at = 0
-        """The step of the last standstill."""
+        """The number of steps that were done when the run last stood still."""
         self._risks: Sequence[str] = ()
 
     @property
@@ -81,7 +81,6 @@ class Presenter:
             return self._feed.view(time.monotonic())
 
     def panel(self) -> RenderableType:
-        """Return the present panel."""
         view = self.view()
         if self.doing:
             view = msgspec.structs.replace(view, phase=self.doing)

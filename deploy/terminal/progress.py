@@ -32,7 +32,7 @@ def sign_of_life(what: str, *, console: Console | None = None) -> Iterator[None]
 
 @contextlib.contextmanager
 def progress_bar(what: str, *, console: Console | None = None, hides: bool = False) -> Iterator[PhaseBar]:
-    """Show a bar inside the context, labelled `what`, a word or two. Args: hides: show nothing."""
+    """Show a progress bar inside the context, with the label `what` (a word or two). Args: hides: show nothing."""
     console = console or Console(stderr=True, highlight=False, emoji=False)
     columns = (
         TextColumn("{task.description}", markup=False),

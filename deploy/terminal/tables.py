@@ -15,7 +15,7 @@ from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
 EXPERTS_SHOWN = 16
 """The most experts shown per stage; if there are more, the busiest ones are shown."""
 PEERS_SHOWN = 8
-"""The most peers of a stage for which the expert table has a row each."""
+"""The most peers of a stage that each get a row in the table of experts."""
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
     ("stage", "left"),
     ("layers", "left"),
@@ -56,7 +56,7 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of several tables that fits the width, else the last. Each one shows less than the one before."""
+    """Draws the first of several tables, ordered from most columns to fewest, that fits the width; else the last."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
