@@ -231,7 +231,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         return (None,) * len(self.latency_s or self.latency_ms or ())
 
     def topology(self) -> Topology:
-        """Raises: LocalError."""
+        """Return the file's topology. Raises: LocalError: the file is incomplete, or contradicts itself."""
         latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, 1e-3)
         rate, rate_unit = (
             (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, 1e9)
