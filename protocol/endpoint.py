@@ -62,7 +62,7 @@ class Endpoint:
         first_sequence: the first sequence number of our envelopes; after a restart it is higher than all that other
             peers have seen.
     Attributes:
-        term: the leadership term in outgoing envelopes; the node raises it with every plan that it obeys.
+        term: the leadership term in outgoing envelopes; each plan that this peer obeys raises the term.
         era, revision: training generation and spec revision in outgoing training messages (`EraMessage`). A received
             message with another era or revision is refused; a received frame is dropped.
     """

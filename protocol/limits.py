@@ -83,7 +83,7 @@ ELECTORS: Final = 127
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
 """Bytes of live plans with votes (links) kept for peers that were away: a day's with 9 peers, an hour's with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
-"""Chain links in one reply: the receiver has to check a majority's signatures in each."""
+"""Plans with their votes (links of the chain) in one reply: the receiver checks a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
 EXPERTS_PER_FRAME_MAX: Final = 256
 """Experts for which one frame has tokens: its header names each of them in a few bytes."""
@@ -118,7 +118,7 @@ CARRIED_ARRIVING_OF_ONE_MAX: Final = 16
 CARRIERS_ASKED_MAX: Final = 8
 """Peers that we ask to carry one stream. Most peers connected to us are also connected to the other end."""
 CARRIED_CALLS_MAX: Final = 64
-"""Calls of one member over a carrier that we answer at a time; further calls are read later."""
+"""Calls of one member over a carrier (a third peer) that we answer at a time; further calls are read later."""
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections of one address with a peer's daemon, handshakes included (the daemon drops a handshake after 15 s);
 further connections wait. Enough for a building full of members behind one router."""
@@ -148,9 +148,9 @@ LANES_MAX: Final = 8
 """TCP connections (lanes) of one frame stream beside the network daemon's. With packet loss one connection carries far
 less than a home's uplink: 2.4 Mbit/s at 1 % loss and a round trip of 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
-"""Lanes of all of a peer's streams: each is an open file, and a process often has 1,024."""
+"""Lanes (TCP connections) of all of a peer's streams: each is an open file, of which a process often has 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
-"""Lanes of one address that have not authenticated yet: two members behind one router may dial all lanes at once."""
+"""Unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
 """Pieces of one stream that wait for earlier pieces. Credit bounds their bytes: 64 MiB are some thousand pieces."""
 

@@ -604,7 +604,8 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
-    """The incarnation in the sender's PresenceUpdate, which may arrive later than this message."""
+    """The incarnation in the sender's PresenceUpdate. This message may arrive before that update, or after a newer
+    one."""
     count: int
     """Serial number within this incarnation, since messages may overtake each other."""
     stage: int

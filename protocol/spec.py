@@ -44,7 +44,7 @@ from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, 
 
 TERM_HEARTBEATS_MIN = 4
 """Least length of a coordinator's term in heartbeats. To be sure that a stage has lost its state, a coordinator needs
-three heartbeats, and checks every half."""
+three heartbeats, and checks every half heartbeat."""
 ADAPTER_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a decoder layer that can get adapters, by their Hugging Face names, the same in all families."""
 ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]

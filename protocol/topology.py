@@ -27,7 +27,7 @@ DEFAULT_FLOP_PER_S = 45e12
 """Default speed of a device: that of a V100 in fp16, as the DT-FM paper measured it."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
-"""Most unread fields that a note lists by name; it gives the number of the others."""
+"""The most unread fields that a note lists by name; of further fields it gives the number."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

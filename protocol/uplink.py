@@ -41,8 +41,8 @@ _NUM_PATH_SAMPLES: Final = 20
 """A connection's rate is the maximum of this many samples. It is often slow because others share the line; more samples
 remember its rate when alone for longer, so that the next burst need not find that rate again."""
 _UNSEEN_S: Final = 0.5
-"""Written bytes that the kernel does not show count for once to twice this time; after that, they are taken to wait in
-the daemon or to have used another path."""
+"""Written bytes that the kernel does not show count for one to two times this time; then they are taken to wait in the
+daemon, or to have used another path."""
 _PAUSE_S: Final = 0.5
 """A pause between two looks that is longer than this starts a new sample."""
 
@@ -80,7 +80,8 @@ class _Rate:
     _is_busy: bool = False
 
     def look(self, delivered_bytes: int, *, is_busy: bool, now_s: float) -> None:
-        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since that call."""
+        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since the last
+        call."""
         if now_s > self._looked_s + _PAUSE_S:
             self._begin(now_s, is_busy)
         else:
