@@ -139,7 +139,7 @@ LLAMA: Final = DecoderSpec()
 
 
 _ANY: Final = None
-"""In a row of `FAMILIES`: the option may have any value."""
+"""Entry of a family in `FAMILIES`: the option may have any value."""
 _BIASES: Final = {"attention_bias": ("none", "all")}
 _ROTARY: Final = {"rope": _ANY}
 _HEADS: Final = {"head_size": _ANY}

@@ -117,8 +117,7 @@ def decode_credit(frame: Frame, source: PeerID) -> int:
 
 
 def encode_lanes(sequence: int, count: int) -> bytes:
-    """Return a complete LANES frame, which asks the receiver to dial `count` TCP connections (lanes) for this
-    stream."""
+    """Return a complete LANES frame, which asks the receiver to dial `count` lanes (TCP connections)."""
     return b"".join(encode_frame(FrameType.LANES, sequence, _LANES.pack(count), b""))
 
 

@@ -604,8 +604,7 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
-    """The incarnation in the sender's PresenceUpdate. This message may arrive before that update, or after a newer
-    one."""
+    """The incarnation in the sender's PresenceUpdate. This message may come before the update or after a newer one."""
     count: int
     """Serial number within this incarnation, since messages may overtake each other."""
     stage: int

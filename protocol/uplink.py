@@ -80,8 +80,7 @@ class _Rate:
     _is_busy: bool = False
 
     def look(self, delivered_bytes: int, *, is_busy: bool, now_s: float) -> None:
-        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since the last
-        call."""
+        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since then."""
         if now_s > self._looked_s + _PAUSE_S:
             self._begin(now_s, is_busy)
         else:
