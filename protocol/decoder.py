@@ -50,7 +50,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     low_freq_factor: float = 1.0
     """llama3: frequencies with fewer turns than this within the original context are divided by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3: frequencies with more turns are unchanged; from `low_freq_factor` to this the change is gradual."""
+    """llama3: frequencies with more turns than this are unchanged; from `low_freq_factor` on the change is gradual."""
     beta_slow: float = 1.0
     """yarn: frequencies with fewer turns than this within the original context are divided by `factor`."""
     beta_fast: float = 32.0
@@ -97,7 +97,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rope: RopeScaling | None = None
     """Scaling of the rotary frequencies; None: they are not scaled."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Attention projections with biases: none; queries, keys and values; or these and the output."""
+    """Attention projections with biases. "qkv": queries, keys and values; "all": the output projection, too."""
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     """Normalisation of queries and keys before the rotation: over each head, or over the whole projection."""

@@ -20,7 +20,7 @@ _BESIDE_PART: Final = 0.5
 
 
 class Duty:
-    """Limits a device's work to `share` of the time, in (0, 1]. Raises: ValueError."""
+    """Limits a device's work to `share` of the time. Raises: ValueError: `share` is not in (0, 1]."""
 
     def __init__(self, share: float) -> None:
         if not 0.0 < share <= 1.0:

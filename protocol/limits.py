@@ -148,7 +148,7 @@ LANES_MAX: Final = 8
 """TCP connections (lanes) of one frame stream beside the network daemon's. With packet loss one connection carries far
 less than a home's uplink: 2.4 Mbit/s at 1 % loss and a round trip of 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
-"""Lanes (TCP connections) of all of a peer's streams: each is an open file, of which a process often has 1,024."""
+"""Lanes (TCP connections) of all of a peer's streams: each is an open file, and a process may often have 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
 """Unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
@@ -219,7 +219,8 @@ REPAIRED_SHARE: Final = 0.05
 for `s_max` + 2 whole steps at once: what a stage lacks when its only holder dies, even if requested twice."""
 RESTARTS_MAX: Final = 4.0
 RESTARTS_PER_S: Final = 1 / 300
-"""How often a group readmits a member that restarts: `RESTARTS_MAX` times at once, this often in the long run."""
+"""How often a group readmits a member that restarts: `RESTARTS_MAX` times at once, this often a second in the long
+run."""
 SAVES_OF_ONE_MAX: Final = 4
 """How many versions one leaving member may ask us to save (for its stage and its experts) before it has been away."""
 KEEPING_SHARE: Final = 0.5

@@ -242,8 +242,8 @@ class TermGrant(_Message, frozen=True):
     term: int = 0
     live: bytes = b""
     accepted: bytes = b""
-    """The plan after the live one for which the sender has voted. It may have a majority: the candidate must offer it
-    again before any plan of its own. Empty: none."""
+    """The plan, meant to follow the live one, for which the sender has voted. It may have a majority: the candidate
+    must offer it again before any plan of its own. Empty: none."""
     accepted_term: int = 0
 
 
@@ -344,7 +344,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, smoothed log(measured / predicted with current figures), steps measured) for each number."""
+    """(number of stages, smoothed log(measured speed / speed predicted with current figures), steps measured)."""
     era: int
     steady_from: int
     """The version of `era` since which every place of the live layout is filled; -1: some place is still empty."""
@@ -843,13 +843,13 @@ class ReducedRequest(EraMessage, frozen=True):
 
 
 class TiedRequest(EraMessage, frozen=True):
-    """Asks for the shared embedding and head matrix's reduced gradient of `step`, as soon as it exists."""
+    """Asks for the reduced gradient of `step` of the matrix that embedding and head share, as soon as it exists."""
 
     stage: int
     step: int
     serial: int = 0
     peek: bool = False
-    """Only ask if the receiver has the sum of both ends' gradients, or does not need it; no gradient is sent."""
+    """Only ask whether the receiver has (or does not need) the sum of both ends' gradients; no gradient is sent."""
 
 
 class TiedOffer(EraMessage, frozen=True):
@@ -1079,7 +1079,7 @@ class ReducedChunk(EraMessage, frozen=True):
 
 
 class TiedChunk(EraMessage, frozen=True):
-    """Elements [start, start + n) of the shared embedding and head matrix's reduced gradient of `step`."""
+    """Elements [start, start + n) of the reduced gradient of `step` of the matrix that embedding and head share."""
 
     stage: int
     step: int

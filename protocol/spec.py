@@ -246,7 +246,7 @@ class DataSpec(_Section, frozen=True):
     field: str = "text"
     """Name of the text field in a row of JSON, CSV, Parquet or a data set."""
     subset: str = ""
-    """The subset of a data set that has several."""
+    """Name of the subset, for a data set that has several."""
     split: str = "train"
     """The split of a data set, for training and validation."""
     tokens_max: int = 0

@@ -1,4 +1,4 @@
-"""The timer of a driver (a peer's asyncio program); the driver's core, which decides, often changes its time."""
+"""The timer of a driver (a peer's asyncio program), set again whenever the driver's core names another time."""
 
 import asyncio
 import math
