@@ -54,7 +54,7 @@ PLAN_WAIT_S: Final = 2.0
 """How long a message waits for a plan that permits it. A plan spreads in two round trips; frames may overtake it."""
 REFUSALS_LOGGED_S: Final = 1.0
 WAITING_FOR_PLAN_MAX: Final = 256
-"""Messages that wait for a plan at a time, at most a sixteenth of them from one sender; others are refused at once."""
+"""Messages that wait for a plan at a time, at most a sixteenth of them from one sender; further ones are refused."""
 PEER_NAME_CHARS_MAX: Final = 40
 PEER_ID_CHARS_MAX: Final = 64
 """Characters of a peer ID. Our own IDs have 52."""
@@ -185,7 +185,7 @@ LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
-"""Links that a peer measures at the same time, and peers behind the same network card that take part."""
+"""Limit of the links that a peer measures at the same time, and of the peers behind its network card that take part."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
 
@@ -219,8 +219,7 @@ REPAIRED_SHARE: Final = 0.05
 for `s_max` + 2 whole steps at once: what a stage lacks when its only holder dies, even if requested twice."""
 RESTARTS_MAX: Final = 4.0
 RESTARTS_PER_S: Final = 1 / 300
-"""How often a group readmits a member that restarts: `RESTARTS_MAX` times at once, this often a second in the long
-run."""
+"""How often a group readmits a member that restarts: `RESTARTS_MAX` times at once, this often in the long run."""
 SAVES_OF_ONE_MAX: Final = 4
 """How many versions one leaving member may ask us to save (for its stage and its experts) before it has been away."""
 KEEPING_SHARE: Final = 0.5

@@ -137,7 +137,7 @@ class Plan(
     """Number of mandates so far. Plans are compared by it before term and sequence, so that a mandate overrides every
     plan that peers hold."""
     exclusions: tuple[bytes, ...] = ()
-    """Exclusion orders in force. The next plan keeps them, or has orders that name at least as many keys."""
+    """Exclusion orders in force. The next plan keeps these, or has orders that name at least as many keys."""
     cutover_version: int = 0
     """The version at which `next_layout` replaces this layout; 0: not set. Under this plan no step from that version on
     is committed. Each member keeps its state of that version for the next holders, and if a step had begun, the next
