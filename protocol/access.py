@@ -139,7 +139,7 @@ class Gate:
         self.members, self._me = members, me
         self._plans: deque[Plan] = deque(maxlen=PLANS_SERVED)
         self._held: set[tuple[PeerID, Role]] = set()
-        """Cache of (peer, role) pairs that these plans grant."""
+        """Cache of the (peer, role) pairs that the last `PLANS_SERVED` plans grant."""
 
     def obey(self, plan: Plan) -> None:
         """Take roles from `plan` from now on; roles under the preceding `PLANS_SERVED` - 1 plans stay valid."""

@@ -16,11 +16,11 @@ from blake3 import blake3
 from shoal.protocol.identity import PeerID
 
 JURY = 15
-"""Most members that sign for a group. A larger group has this many drawn by lot: their signatures travel in a plan."""
+"""Most members that sign for a group (their signatures travel in a plan). Larger groups draw this many by lot."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
-"""(layer, digest of its state) of all layers of a group, in order."""
+"""(layer, digest of its state) for each layer of a group, in order."""
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
@@ -64,7 +64,7 @@ class Certified(_Proven, frozen=True):
 
     @property
     def age(self) -> tuple[int, int]:
-        """(era, version); a greater pair is newer."""
+        """(era, version): training generation, and committed steps in it; a greater pair is newer."""
         return self.era, self.version
 
     @cached_property

@@ -9,10 +9,10 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 _READ_MAX: Final = 256
-"""Most names of one table that are compared, and most letters of such a name: longer names are no misspellings."""
+"""Limit of the names of one table, and of the letters of one name, that are searched for misspellings."""
 _SLIP: Final = 0.9
-"""Least similarity (`difflib`) at which an unknown field counts as a misspelling of a known one, in files that may have
-fields of their own: `num_layer` for `num_layers` (0.95) is one, `num_devices` for `devices` (0.78) is not."""
+"""Least similarity (`difflib`) at which an unknown field counts as a misspelling of a known field, in files that may
+have extra fields: `num_layer` for `num_layers` (0.95) counts, `num_devices` for `devices` (0.78) does not."""
 _WHERE: Final = re.compile(r" - at `(?:key in )?\$\.?([^`]*)`$")
 _UNKNOWN: Final = re.compile(r"Object contains unknown field `(.*)`")
 _KIND: Final = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")

@@ -15,7 +15,7 @@ from shoal.protocol.limits import CONTEXT_MAX, LAYERS_MAX
 
 
 def require(condition: bool, sentence: str) -> None:
-    """Check a field's condition. Raises: ValueError: `condition` is false; msgspec adds the field's path."""
+    """Check a field. Raises: ValueError(`sentence`): `condition` is false; msgspec adds the field's path."""
     if not condition:
         raise ValueError(sentence)
 
@@ -44,21 +44,21 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     kind: Literal["linear", "llama3", "yarn"]
     factor: float
-    """The divisor of low frequencies; with linear, of all frequencies."""
+    """Divisor of the low rotary frequencies; of all frequencies if `kind` is linear."""
     original_context: int = 0
-    """Context length in tokens before the change; linear does not need it."""
+    """Context length in tokens with which the model was first trained; not used by linear."""
     low_freq_factor: float = 1.0
     """llama3: frequencies with fewer turns than this within the original context are divided by `factor`."""
     high_freq_factor: float = 4.0
-    """llama3: frequencies with more turns than this stay as they are; between the two the change is gradual."""
+    """llama3: frequencies with more turns than this are unchanged; from `low_freq_factor` on the change is gradual."""
     beta_slow: float = 1.0
     """yarn: frequencies with fewer turns than this within the original context are divided by `factor`."""
     beta_fast: float = 32.0
-    """yarn: frequencies with more turns than this stay as they are; between the two the change is gradual."""
+    """yarn: frequencies with more turns than this are unchanged; from `beta_slow` to this the change is gradual."""
     attention_factor: float | None = None
     """yarn: cosines and sines are multiplied by this. None: by 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: the gradual change begins and ends at whole indices of the frequencies."""
+    """yarn: the first and the last index of the frequencies with a gradual change are rounded to whole numbers."""
 
     def __post_init__(self) -> None:
         require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
@@ -95,9 +95,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """The options in which a decoder may differ from Llama's; the defaults are Llama's values."""
 
     rope: RopeScaling | None = None
-    """None: rotary positions are unchanged."""
+    """Scaling of the rotary frequencies; None: they are not scaled."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Attention projections with biases: none; queries, keys and values; or these and the output."""
+    """Attention projections with biases. "qkv": queries, keys and values; "all": the output projection, too."""
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     """Normalisation of queries and keys before the rotation: over each head, or over the whole projection."""
@@ -112,11 +112,11 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     full_layers: tuple[int, ...] = ()
     """The decoder layers that use full attention despite `window`."""
     window_rope_theta: float | None = None
-    """`rope_theta` in layers with a window; `rope` then does not apply to these. None: the same as in other layers."""
+    """Base of the (unscaled) rotary frequencies in layers with a window. None: the frequencies of other layers."""
     score_dim: int | None = None
     """Attention scores are divided by the square root of this number. None: by that of the head size."""
     attention_softcap: float = 0.0
-    """Soft cap c: attention scores become c tanh(score / c). 0: no cap."""
+    """Attention scores are divided by the square root of this number; None: of the head size."""
     logit_softcap: float = 0.0
     scale_embedding: bool = False
     """Embeddings are multiplied by the square root of the width."""
@@ -139,7 +139,7 @@ LLAMA: Final = DecoderSpec()
 
 
 _ANY: Final = None
-"""The option may have any value."""
+"""Entry of a family in `FAMILIES`: the option may have any value."""
 _BIASES: Final = {"attention_bias": ("none", "all")}
 _ROTARY: Final = {"rope": _ANY}
 _HEADS: Final = {"head_size": _ANY}
@@ -171,12 +171,12 @@ EXPERT_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {**_ROTARY, **_HEADS, "window": _ANY},
     "qwen3_moe": {**_BIASES, **_ROTARY, **_HEADS, "window": _ANY, "qk_norm": ("head",)},
 }
-"""`FAMILIES` for models with experts."""
+"""Families of models with experts, in the form of `FAMILIES`: `model_type` -> allowed values of each option."""
 
 
 @lru_cache(maxsize=1024)
 def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> str:
-    """Return the family of a decoder. Args: head_size: None if it is width / heads. Raises: ValueError: none fits."""
+    """Return a decoder's family. Args: head_size: None: width / heads. Raises: ValueError: no family fits."""
     said = {name: getattr(decoder, name) for name in decoder.__struct_fields__} | {"head_size": head_size}
     usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
     families = EXPERT_FAMILIES if experts else FAMILIES

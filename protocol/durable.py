@@ -26,7 +26,7 @@ def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -
     """Return this process's first sequence number, above all that this peer ever sent. Reserve a range in `path`.
 
     Other peers refuse sequence numbers too far below this peer's highest. After a restart with the clock set back, the
-    wall clock alone would give too low a number.
+    wall clock alone would give too low a number; it is used alone if `disk` is None.
     """
     first = int(wall_s * 1e6)
     if disk is None:

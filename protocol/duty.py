@@ -11,8 +11,8 @@ is repaid from all added seconds.
 from typing import Final
 
 BURST_S: Final = 10.0
-"""Longest idle time that counts as rest: some steps of a small run. With more, the device could then work for whole
-minutes without a rest."""
+"""Longest idle time that counts as rest; a small run makes some steps in it. If more idle time counted, the device
+could afterwards work for whole minutes without a rest."""
 BESIDE_MAX_S: Final = 30.0
 """Largest debt of other work that only half of the added seconds repay: a coordinator needs 15 to 20 s to compile and
 to make its first search."""
@@ -20,7 +20,7 @@ _BESIDE_PART: Final = 0.5
 
 
 class Duty:
-    """Limits a device's work to `share` of the time, in (0, 1]. Raises: ValueError."""
+    """Limits a device's work to `share` of the time. Raises: ValueError: `share` is not in (0, 1]."""
 
     def __init__(self, share: float) -> None:
         if not 0.0 < share <= 1.0:

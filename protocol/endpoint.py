@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, number of a group in the plan); None: any group, or messages that name none."""
+"""(message type, number of a group in the plan). None: messages without a number, or of a group without a handler."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -62,7 +62,7 @@ class Endpoint:
         first_sequence: the first sequence number of our envelopes; after a restart it is higher than all that other
             peers have seen.
     Attributes:
-        term: the leadership term in outgoing envelopes; the node raises it with every plan that it obeys.
+        term: the leadership term in outgoing envelopes; each plan that this peer obeys raises the term.
         era, revision: training generation and spec revision in outgoing training messages (`EraMessage`). A received
             message with another era or revision is refused; a received frame is dropped.
     """
@@ -95,7 +95,7 @@ class Endpoint:
         self._knows_us: set[PeerID] = set()
         """Peers that have answered one of our calls, and so have seen our certificate."""
         self.on_heard: Callable[[PeerID], None] = lambda peer: None
-        """Called for each call and frame of a member, before its handler."""
+        """Called with the sender of each call and frame from a member, before the message's handler."""
         self._new_plan = asyncio.Event()
         self._waiting: Counter[PeerID] = Counter()
         self._log_again_s = 0.0

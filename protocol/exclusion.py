@@ -32,8 +32,8 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
     invites: tuple[bytes, ...] = ()
-    """One invite key for each of `keys`: that of the member's invite; for an invite, its own key; empty bytes: unknown.
-    Orders of earlier versions leave this tuple empty."""
+    """An invite's key for each of `keys`: for a member's key, its invite's; for an invite's key, the same key; empty
+    bytes: unknown. Orders of earlier versions leave this tuple empty."""
     readmitted: tuple[int, ...] = ()
     """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""
     number: int = 0

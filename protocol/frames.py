@@ -117,7 +117,7 @@ def decode_credit(frame: Frame, source: PeerID) -> int:
 
 
 def encode_lanes(sequence: int, count: int) -> bytes:
-    """Return a complete LANES frame, which asks the receiver to dial `count` lanes for this stream."""
+    """Return a complete LANES frame, which asks the receiver to dial `count` lanes (TCP connections)."""
     return b"".join(encode_frame(FrameType.LANES, sequence, _LANES.pack(count), b""))
 
 
@@ -311,7 +311,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add `frame`, and yield all frames that are now next in order. Raises: RemoteError: its number is used."""
+        """Add `frame`, and yield all frames that are now next in order. Raises: RemoteError: a repeated number."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

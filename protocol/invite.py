@@ -42,7 +42,7 @@ _PLACE = re.compile(r"^/(ip[46]|dns[46a]?[a-z]*)/([^/]+)/tcp/\d+")
 
 _KEYLESS, _KEYED = 0, 1
 _TERMS = struct.Struct(">IHB")
-"""The terms of an invite's key: its expiry, the number of members that it admits, and if these may train."""
+"""The terms of an invite's key: its expiry, the number of members that it admits, and whether these may train."""
 EXPIRES_S_MAX = (1 << 32) - 1
 SEATS_MAX = (1 << 16) - 1
 
@@ -82,7 +82,7 @@ class Invite(msgspec.Struct, frozen=True):
 
     protocol_version: int
     run: str
-    """16 hex digits."""
+    """The run's id, 16 hex digits."""
     owner: PeerID
     addresses: tuple[str, ...]
     key: InviteKey | None = None

@@ -53,7 +53,7 @@ def stage_layer_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]
 
 
 def trunk_keys(model: ModelSpec, first: int, last: int) -> tuple[str, ...]:
-    """Return the keys that a stage of decoder layers [first, last) holds when experts are placed."""
+    """Return the keys that a stage of decoder layers [first, last) holds if its experts are placed on other members."""
     keys = stage_layer_keys(model, first, last)
     return tuple(key if key in (EMBED, HEAD) else trunk_key(key) for key in keys)
 

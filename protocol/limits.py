@@ -44,17 +44,17 @@ OPEN_PER_NETWORK_MAX: Final = 32
 EXCLUDED_KEYS_MAX: Final = 640
 """Keys that one exclusion order may name, with their invites: such an order has 45 KiB, and every plan carries it."""
 EXCLUSION_BYTES_MAX: Final = 48 * 1024
-"""Bytes of one exclusion order: room for fewer keys with the signatures of a majority of 127 electors."""
+"""Bytes of one exclusion order: `EXCLUDED_KEYS_MAX` keys, or fewer and a majority's signatures (of 127 electors)."""
 EXCLUSIONS_MAX: Final = 16
-"""Exclusion orders in a plan, the owner's included; and orders that are still collecting votes."""
+"""Exclusion orders in a plan, the owner's included. As many further orders may be collecting votes."""
 PLANS_SERVED: Final = 16
-"""Newest obeyed plans under which a peer may have its role: a draining member has no place in the newest plan, and with
-many joins and losses there may be a plan a second."""
+"""How many of the newest plans that we obeyed can give a peer its role: a draining member has no place in the newest
+plan, and with many joins and losses there may be a plan a second."""
 PLAN_WAIT_S: Final = 2.0
 """How long a message waits for a plan that permits it. A plan spreads in two round trips; frames may overtake it."""
 REFUSALS_LOGGED_S: Final = 1.0
 WAITING_FOR_PLAN_MAX: Final = 256
-"""Messages that wait for a plan at a time, at most a sixteenth of them from one sender; others are refused at once."""
+"""Messages that wait for a plan at a time, at most a sixteenth of them from one sender; further ones are refused."""
 PEER_NAME_CHARS_MAX: Final = 40
 PEER_ID_CHARS_MAX: Final = 64
 """Characters of a peer ID. Our own IDs have 52."""
@@ -71,10 +71,10 @@ OVERRIDE_EPOCH_MAX: Final = 1 << 32
 ERA_MAX: Final = 1 << 48
 VERSION_MAX: Final = 1 << 48
 TERM_JUMP_MAX: Final = 1 << 20
-"""How far a term may rise at once: two years of one term a minute. `TERM_MAX` is then 2^28 voted plans away."""
+"""How far a term may rise at once: two years of one term a minute. So `TERM_MAX` is at least 2^28 voted plans away."""
 SEQUENCE_JUMP_MAX: Final = 1 << 20
 ERA_JUMP_MAX: Final = 1 << 16
-"""How far a plan may raise the era (training generation): members may have heard of later eras or have them on disk."""
+"""How far a plan may raise the era (training generation): members may know later eras, or have them on disk."""
 ELECTED_FROM_PEERS: Final = 256
 """If a plan has more members than this, its voters (electors) are drawn by lot. The 129 votes of a majority of 256 have
 9 KiB and take 15 ms to check."""
@@ -83,7 +83,7 @@ ELECTORS: Final = 127
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
 """Bytes of live plans with votes (links) kept for peers that were away: a day's with 9 peers, an hour's with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
-"""Chain links in one reply: the receiver has to check a majority's signatures in each."""
+"""Plans with their votes (links of the chain) in one reply: the receiver checks a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
 EXPERTS_PER_FRAME_MAX: Final = 256
 """Experts for which one frame has tokens: its header names each of them in a few bytes."""
@@ -101,7 +101,7 @@ INFERENCES_OF_ONE_MAX: Final = 4
 INFERENCES_MAX: Final = 16
 """Inference requests of all clients that a peer serves at once, and remote requests that wait for its device."""
 INFERENCE_CANDIDATES_MAX: Final = 16_384
-"""Likeliest tokens in an answer, with their logits, in 128 KiB. A smaller vocabulary is sent whole."""
+"""Likeliest tokens in an inference answer, with their logits, in 128 KiB. A smaller vocabulary is sent whole."""
 
 WAITING_STREAMS_OF_ONE_MAX: Final = 2
 """Streams of one peer that have brought no HELLO yet. An honest peer opens one, and another after a break."""
@@ -114,11 +114,11 @@ members."""
 CARRIED_STREAMS_MAX: Final = 128
 """Streams that a peer carries for all members; each has two open files and up to 400 KB of waiting bytes."""
 CARRIED_ARRIVING_OF_ONE_MAX: Final = 16
-"""Streams that one carrier brings us, before their ends have agreed on keys."""
+"""Streams that one carrier (the third peer that passes them on) brings us, before their ends have agreed on keys."""
 CARRIERS_ASKED_MAX: Final = 8
 """Peers that we ask to carry one stream. Most peers connected to us are also connected to the other end."""
 CARRIED_CALLS_MAX: Final = 64
-"""Calls of one member over a carrier that we answer at a time; further calls are read later."""
+"""Calls of one member over a carrier (a third peer) that we answer at a time; further calls are read later."""
 CONNECTIONS_OF_ADDRESS_MAX: Final = 128
 """TCP connections of one address with a peer's daemon, handshakes included (the daemon drops a handshake after 15 s);
 further connections wait. Enough for a building full of members behind one router."""
@@ -148,11 +148,11 @@ LANES_MAX: Final = 8
 """TCP connections (lanes) of one frame stream beside the network daemon's. With packet loss one connection carries far
 less than a home's uplink: 2.4 Mbit/s at 1 % loss and a round trip of 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
-"""Lanes of all of a peer's streams: each is an open file, and a process often has 1,024."""
+"""Lanes (TCP connections) of all of a peer's streams: each is an open file, and a process may often have 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
-"""Lanes of one address that have not authenticated yet: two members behind one router may dial all lanes at once."""
+"""Unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
-"""Out-of-order pieces of one stream. Credit bounds their bytes; 64 MiB in honest pieces are some thousand pieces."""
+"""Pieces of one stream that wait for earlier pieces. Credit bounds their bytes: 64 MiB are some thousand pieces."""
 
 LAYERS_MAX: Final = 1024
 """Decoder layers of a model: ten times the deepest of today. Peers keep a record of each layer."""
@@ -185,7 +185,7 @@ LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
-"""Links that a peer measures at the same time, and peers behind the same network card that take part."""
+"""Limit of the links that a peer measures at the same time, and of the peers behind its network card that take part."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
 
@@ -198,7 +198,7 @@ DRAINING_S_MAX: Final = 120.0
 """How long a group waits for a removed member that still drains: twice the longest drain. Without this limit, a member
 that claims for ever to drain would stop the group from reducing."""
 DIGESTS_OF_ONE_MAX: Final = 32
-"""Versions for which we keep one member's digest: twice as many as a round waits for before it compares digests."""
+"""Versions for which we keep one member's digest: twice the lag up to which a group waits for a digest."""
 DIGEST_CHARS_MAX: Final = 64
 """Characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
@@ -207,25 +207,25 @@ fetches its state to catch up, and that member repeats its contributions to the 
 ATTESTATIONS_OF_ONE_MAX: Final = 32
 """Versions for which one holder's signature is kept while a newcomer joins."""
 WITNESSED_VERSIONS_MAX: Final = 16
-"""Versions that a holder keeps until the other holders' signatures arrive: a second of a small model's steps. Of large
-states it keeps as many as fit into `PINNED_BYTES_MAX`, but at least two."""
+"""Versions that a holder of state keeps until the other holders' signatures arrive: a second of a small model's steps.
+If states are large it keeps as many as fit into `PINNED_BYTES_MAX`, but at least two."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
 """Signatures in one `StateOffer`: a majority of 1,000 holders, about 60 KiB."""
 HALTED_S_MAX: Final = 30.0
 """How long the run pauses for one leaving member: as long as a leave takes. It pauses again for that member only after
 the member has been away."""
 REPAIRED_SHARE: Final = 0.05
-"""Share of the run's microbatches, in the long run, that one member may have computed again. Beside it `s_max` + 2
-whole steps may be computed again at once: what a stage lacks when its only holder dies, requested twice."""
+"""Share of the run's microbatches, in the long run, that one member may ask to compute again. In addition it may ask
+for `s_max` + 2 whole steps at once: what a stage lacks when its only holder dies, even if requested twice."""
 RESTARTS_MAX: Final = 4.0
 RESTARTS_PER_S: Final = 1 / 300
-"""Restarts of one group member, at once and per second in the long run, after which its group readmits it."""
+"""How often a group readmits a member that restarts: `RESTARTS_MAX` times at once, this often in the long run."""
 SAVES_OF_ONE_MAX: Final = 4
-"""Versions that one leaving member may have us save (its stage's, its experts'), until it has been away."""
+"""How many versions one leaving member may ask us to save (for its stage and its experts) before it has been away."""
 KEEPING_SHARE: Final = 0.5
 """Share of the time, in the long run, that a peer spends on fetching copies of one member's state."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""Time beyond `KEEPING_SHARE` for one member's copies: its last copy before it leaves may follow a scheduled copy."""
+"""Seconds beyond `KEEPING_SHARE` for one member's copies: its last, before it leaves, may follow a scheduled copy."""
 KEEPING_S_MIN: Final = 1.0
 """Least time that counts for a copy, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0
@@ -233,7 +233,7 @@ PINNED_S_MAX: Final = 1800.0
 PINNED_VERSIONS_MAX: Final = 4
 """Versions kept (pinned) for other peers at a time, in memory and on disk. Further requests get the newest of them."""
 PINNED_BYTES_MAX: Final = 2 * 1024**3
-"""Bytes of pinned versions. One version is always kept, however large."""
+"""Bytes of all pinned versions (kept for the peers that fetch them). One version is always kept, however large."""
 REPLAYED_BYTES_MAX: Final = 1024**3
 """Bytes of reduced gradients kept for a newcomer to replay; a newcomer that needs more fetches a newer state."""
 REPLAYED_STEPS_MIN: Final = 16

@@ -25,8 +25,8 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
 
 
 class EraMessage(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A message about one era's training. `Endpoint` writes the sender's era and revision into it, and refuses messages
-    of another era or revision.
+    """A message about the training of one era (training generation). `Endpoint` writes the sender's era and revision
+    into it, and refuses messages of another era or revision.
 
     A new era begins when the run restores a snapshot because a layer has lost all holders, or when the layout changes.
     Versions grow only within an era.
@@ -162,14 +162,14 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Some of the sender's links, at most `LINKS_PER_HEARTBEAT_MAX`; its heartbeats report all links in turn."""
     holdings: tuple[Holding, ...] = ()
     attested: tuple[Attested, ...] = ()
-    """Signed versions that the sender's plan does not certify yet."""
+    """Signed digests of versions of the sender's state that its plan does not certify yet."""
     carried: Holding | None = None
     """State of the last layout that the sender keeps in memory for the layers' new holders."""
     unfetched_bytes: int = 0
     """Bytes that the sender still has to prefetch for the layout that follows the plan `plan_sequence`: layers, and the
-    gradients of the steps that these lag behind. 0 also if the sender has no room to prefetch."""
+    gradients of the steps by which prefetched layers lag. 0 also if the sender has no room to prefetch."""
     held: tuple[tuple[int, int], ...] = ()
-    """(expert group, version) of all expert state that the sender holds."""
+    """(expert group, version) of each expert's state that the sender holds."""
     loads: tuple[int, ...] = ()
     """Tokens that the sender's microbatches have sent to each placed expert since the sender took its place."""
     silent: tuple[PeerID, ...] = ()
@@ -215,9 +215,9 @@ class HeartbeatReply(_Message, frozen=True):
     probe: tuple[PeerID, ...] = ()
     """Peers, at most `PROBES_PER_REPLY_MAX`, to which the receiver is to measure its link."""
     beside: tuple[PeerID, ...] = ()
-    """Peers, at most `TOGETHER_MAX`, that claim to share the receiver's network card, and with which it measures it."""
+    """Peers, at most `TOGETHER_MAX`, that claim to share the receiver's network card, to measure the card together."""
     in_doubt: bool = False
-    """The run is far slower than the known devices and links explain."""
+    """The run is far slower than the known devices and links explain: frames on busy links now count as probes."""
 
 
 class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
@@ -242,8 +242,8 @@ class TermGrant(_Message, frozen=True):
     term: int = 0
     live: bytes = b""
     accepted: bytes = b""
-    """The plan after the live one for which the sender has voted. It may have a majority: the candidate must offer it
-    again before any plan of its own. Empty: none."""
+    """The plan, meant to follow the live one, for which the sender has voted. It may have a majority: the candidate
+    must offer it again before any plan of its own. Empty: none."""
     accepted_term: int = 0
 
 
@@ -344,7 +344,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, smoothed log(measured / predicted with current figures), steps over which it was measured)."""
+    """(number of stages, smoothed log(measured speed / speed predicted with current figures), steps measured)."""
     era: int
     steady_from: int
     """The version of `era` since which every place of the live layout is filled; -1: some place is still empty."""
@@ -486,7 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed predicted with current figures, as in `sentence`; for synchronous steps while the run makes these."""
+    """Speed predicted from current figures, also in `sentence`; that of synchronous steps while the run makes these."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -527,7 +527,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     risks: tuple[str, ...] = ()
     """Single points of failure, unreachable pairs, and plans that members refused, in sentences."""
     comparison: Comparison | None = None
-    """None: the coordinator has no prediction."""
+    """Predicted and measured speed; None: the coordinator has no prediction."""
     formats: Formats | None = None
 
 
@@ -586,7 +586,7 @@ class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename=
 
     plan_sequence: int
     stage: int
-    """-1: none."""
+    """-1: the sender has no stage."""
     version: int
     ready: bool
     """The sender holds its stage's state and takes part in rounds."""
@@ -604,7 +604,7 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     """The sender's accumulated contribution to `step`, sent to the whole group whenever it grows."""
 
     incarnation: int
-    """The incarnation in the sender's PresenceUpdate; this message may arrive before that one, or after a newer one."""
+    """The incarnation in the sender's PresenceUpdate. This message may come before the update or after a newer one."""
     count: int
     """Serial number within this incarnation, since messages may overtake each other."""
     stage: int
@@ -618,14 +618,14 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     loss_sum: float
     staleness_sum: int
     held_out: tuple[tuple[int, float, int], ...] = ()
-    """(index, loss, staleness) of repeated microbatches. The sum is without them, so a round may leave them out."""
+    """(index, loss, staleness) of repeated microbatches; the sender's sum excludes them, so a round may omit them."""
 
 
 class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """Bitmap of the microbatches in its contribution: its sum's, and the held-out ones that the leader selects."""
+    """Bitmap of the microbatches that the member contributes: its sum's, and selected ones of `Progress.held_out`."""
 
 
 class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
@@ -753,8 +753,8 @@ class StateRequest(EraMessage, frozen=True):
     layers: tuple[str, ...]
     version: int = -1
     stored_era: int = -1
-    """If >= 0, describe the stored snapshot of that era's `version`, with those of `layers` that it contains. -3:
-    describe the current parameters alone, rounded to bf16."""
+    """If >= 0, describe the stored snapshot of that era's `version`, with those of `layers` that it contains. -1: the
+    state that trains now; -2: the run's first parameters; -3: the current parameters alone, rounded to bf16."""
     ahead: bool = False
     """The sender prefetches the one layer in `layers` for the next layout: it fetches the current state, replays later
     steps, and compares its result with the holders when the layout ends. So the offer needs no digest."""
@@ -765,7 +765,7 @@ class StateRequest(EraMessage, frozen=True):
 
 
 class StateOffer(EraMessage, frozen=True):
-    """Answers a StateRequest: the version that each request pins for another `pinned_s`, and a digest per layer."""
+    """Answers a StateRequest: a version, kept (pinned) for `pinned_s` after each request, and a digest per layer."""
 
     version: int
     digests: tuple[tuple[str, str], ...]
@@ -825,7 +825,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     start: int
     stop: int
     via: PeerID | None = None
-    """The peer from which the receiver is to fetch the elements and pass them on; None: it has them."""
+    """The peer from which the receiver is to fetch the elements and pass them on; None: the receiver has them."""
     base: int = -1
     """The version of the sender's bf16 parameters, if the receiver has offered the difference to that version
     (`StateOffer.base`); -1: send full values."""
@@ -835,7 +835,7 @@ class ReducedRequest(EraMessage, frozen=True):
     """A newcomer that catches up asks for the reduced gradient of `step`, as BULK frames, as soon as it exists.
 
     The answer is a `Digest`. If the Digest's version is above `step`, the gradient follows. If it equals `step`, only
-    the pieces follow that the open round sends to the newcomer anyway. If it is below `step`, nothing follows.
+    those pieces follow that the open round sends to the newcomer in any case. If it is below `step`, nothing follows.
     """
 
     stage: int
@@ -843,17 +843,17 @@ class ReducedRequest(EraMessage, frozen=True):
 
 
 class TiedRequest(EraMessage, frozen=True):
-    """Asks for the shared embedding and head matrix's reduced gradient of `step`, as soon as it exists."""
+    """Asks for the reduced gradient of `step` of the matrix that embedding and head share, as soon as it exists."""
 
     stage: int
     step: int
     serial: int = 0
     peek: bool = False
-    """Only ask if the receiver has the sum of both ends' gradients, or does not need it; no gradient is sent."""
+    """Only ask whether the receiver has (or does not need) the sum of both ends' gradients; no gradient is sent."""
 
 
 class TiedOffer(EraMessage, frozen=True):
-    """Answers TiedRequest; the gradient follows as frames. `is_whole`: that is the sum over both ends."""
+    """Answers TiedRequest; the gradient follows as frames. `is_whole`: it is the sum over both pipeline ends."""
 
     is_whole: bool
     form: WireFormat = "fp32"
@@ -984,7 +984,7 @@ class Gradient(EraMessage, frozen=True):
     """Seconds that the microbatch spent in queues since the receiver sent its activation; the receiver subtracts them
     from the round trip."""
     commit_s: float
-    """Seconds from a step's last contribution to the next version, at the slowest stage from the sender's stage on."""
+    """Seconds from a step's last contribution to the next version: the most of the sender's stage and later stages."""
 
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
@@ -1079,7 +1079,7 @@ class ReducedChunk(EraMessage, frozen=True):
 
 
 class TiedChunk(EraMessage, frozen=True):
-    """Elements [start, start + n) of the shared embedding and head matrix's reduced gradient of `step`."""
+    """Elements [start, start + n) of the reduced gradient of `step` of the matrix that embedding and head share."""
 
     stage: int
     step: int
@@ -1091,7 +1091,7 @@ class ProbeChunk(_Message, frozen=True):
     """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
-    """-1 starts the receiver's clock; other negative values mean nothing."""
+    """Number of the probe. -1 starts the receiver's clock; other negative numbers expect no answer."""
     echo: bool
     took_s: float = 0.0
     """Set in an answer: seconds from the frame that started the receiver's clock to the frame that is answered."""

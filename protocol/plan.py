@@ -40,8 +40,8 @@ from shoal.protocol.wire_format import Formats, WireFormat
 
 
 class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """A member of a stage or expert group. `share` is its relative share of the group's microbatches, `bandwidth` that
-    of the reduction's work; both are > 0."""
+    """A member of a stage or expert group. `share` is its relative share of the group's microbatches, `bandwidth` its
+    relative share of the reduction's work; both are > 0."""
 
     peer: PeerID
     share: float
@@ -137,7 +137,7 @@ class Plan(
     """Number of mandates so far. Plans are compared by it before term and sequence, so that a mandate overrides every
     plan that peers hold."""
     exclusions: tuple[bytes, ...] = ()
-    """Exclusion orders in force. The next plan keeps them, or has orders that name at least as many keys."""
+    """Exclusion orders in force. The next plan keeps these, or has orders that name at least as many keys."""
     cutover_version: int = 0
     """The version at which `next_layout` replaces this layout; 0: not set. Under this plan no step from that version on
     is committed. Each member keeps its state of that version for the next holders, and if a step had begun, the next
@@ -157,7 +157,7 @@ class Plan(
     """Predicted speed of `stages`; None: unknown. It binds nobody; coordinators compare it with the measured speed."""
     formats: Formats | None = None
     """Format of the activations at each cut between stages, one of `WireSpec.forward`, and of each stage's reductions,
-    one of `WireSpec.sums`. None: the first of each."""
+    one of `WireSpec.sums`. None: the first format of each of the two lists."""
     certified: tuple[Certified, ...] = ()
     """Restorable versions, each for the layers of one group; new entries have signatures of the previous plan's
     members."""
@@ -279,7 +279,7 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; if it is not, this plan's."""
+        """Return the sequence of the plan since which `peer` is in the group; if `peer` is not in it, this plan's."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
@@ -336,7 +336,7 @@ class SignedPlan(msgspec.Struct, frozen=True, dict=True):
     envelope: bytes
     digest: str
     proof: PlanProof | None = None
-    """None: the plan is not known to be live, or needs no votes."""
+    """The plan's votes; None: the plan is not known to be live, or needs no votes."""
 
     @cached_property
     def link(self) -> bytes:
@@ -372,8 +372,8 @@ def sign_plan(identity: Identity, plan: Plan) -> SignedPlan:
 
 
 class Mandate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The owner's permission for `coordinator` to make one plan that is live without votes. The plan has these
-    `override_epoch` and `term`.
+    """The owner's permission for `coordinator` to make one plan, with this `override_epoch` and `term`, that is live
+    without votes.
 
     The plan follows the one with digest `previous`. If `era` is above 0, the plan begins that era from the snapshots of
     (`restore_era`, `restore_version`); if it is 0, the plan continues the present era.

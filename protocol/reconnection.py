@@ -38,7 +38,7 @@ UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Share of a peer's absence after which it is dialled again: 3 s after a minute."""
+"""Pause between two dials, as a share of the peer's absence so far: 3 s after a minute."""
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
 """Timeouts of successive dials, used in turn. A dial that lasts longer than libp2p's own limit of five seconds blocks
@@ -51,7 +51,7 @@ other dials late and briefly. libp2p dials from its listening port, so simultane
 that both ends opened; its handshake fails, and neither end dials again for five seconds."""
 AFTER_A_MOVE_S: Final = 2.5
 """Pause after an unanswered dial from our new address. A peer behind a NAT cannot be dialled from an address that is
-new to its NAT. It must dial us once it notices the loss, and that fails while we dial."""
+new to its NAT. Such a peer dials us once it notices the loss, and its dials fail while we dial."""
 FRESH_S: Final = 5.0
 LINGER_S: Final = 60.0
 """How long a peer is still dialled after the plan has removed it: the reason may have been that it was away."""
@@ -133,7 +133,7 @@ class Reconnection:
         return absence is not None and not absence.tries and absence.dial_at_s <= absence.since_s
 
     def is_fresh(self, peer: PeerID, now_s: float) -> bool:
-        """True if the peer is absent or came back less than `FRESH_S` ago, so that connections to it are alive."""
+        """True if the peer is absent or came back less than `FRESH_S` ago: a connection to it is new, thus alive."""
         return peer in self._absent or now_s < self._back_s.get(peer, -math.inf) + FRESH_S
 
     def heard(self, peer: PeerID) -> None:
@@ -256,7 +256,7 @@ class Reconnection:
             self._back_s[peer] = now_s
 
     def dials(self, peer: PeerID) -> int:
-        """Record that a dial begins. Returns: its timeout in seconds."""
+        """Record that a dial begins. Returns: the dial's timeout in seconds."""
         self._dialled.add(peer)
         absence = self._absent.get(peer)
         if absence is None:

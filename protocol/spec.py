@@ -43,8 +43,8 @@ from shoal.protocol.staleness import synchronous_steps
 from shoal.protocol.wire_format import AUTO_ACTIVATIONS, AUTO_SUMS, WireFormat, tensor_bytes
 
 TERM_HEARTBEATS_MIN = 4
-"""Least length of a coordinator's term in heartbeats: a coordinator needs three, and checks every half, to be sure that
-a stage has lost its state."""
+"""Least length of a coordinator's term in heartbeats. To be sure that a stage has lost its state, a coordinator needs
+three heartbeats, and checks every half heartbeat."""
 ADAPTER_TARGETS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """Matrices of a decoder layer that can get adapters, by their Hugging Face names, the same in all families."""
 ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]
@@ -80,8 +80,8 @@ class ModelSpec(_Section, frozen=True):
     """Number of decoder layers, without embedding and head."""
     num_heads: int = 4
     """Number of query heads H; divides `dim`. A run file without it, or with "auto", gets heads of width 64. Such rules
-    also choose the next two fields, the learning rate, the warm-up and the microbatches of a step; `shoal host` prints
-    the choices."""
+    also choose `num_kv_heads`, `ffn_dim`, the learning rate, the warm-up and the microbatches of a step; `shoal host`
+    prints the choices."""
     num_kv_heads: int = 2
     """Number of key and value heads; divides `num_heads`."""
     ffn_dim: int = 352
@@ -176,7 +176,7 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def whole(self) -> "ModelSpec":
-        """The spec of the same function without a subspace: its matrices write into all of `dim`."""
+        """Spec of a model without a subspace that computes the same function: its matrices write into all of `dim`."""
         return msgspec.structs.replace(self, subspace=0) if self.subspace else self
 
     @property
@@ -246,7 +246,7 @@ class DataSpec(_Section, frozen=True):
     field: str = "text"
     """Name of the text field in a row of JSON, CSV, Parquet or a data set."""
     subset: str = ""
-    """The subset of a data set that has several."""
+    """Name of the subset, for a data set that has several."""
     split: str = "train"
     """The split of a data set, for training and validation."""
     tokens_max: int = 0
@@ -378,7 +378,7 @@ class TrainingSpec(_Section, frozen=True):
     s_max: int = 1
     """Largest staleness of a microbatch, in steps; with 0 training is synchronous."""
     synchronous_steps: int | None = None
-    """The first steps that are synchronous whatever `s_max` is: staleness costs most while the loss falls fastest
+    """Number of first steps that are synchronous whatever `s_max` is: staleness costs most while the loss falls fastest
     (`tests/bench/staleness`). None: twice the optimizer's warm-up; 0 with `muon`."""
     compensation: Literal["none", "stash", "spectrain", "pipeoptim", "lookahead", "calibrated", "dc", "eager"] = "eager"
     """How staleness is compensated: a strategy of `shoal.peer.pipeline.prediction`."""
@@ -656,9 +656,9 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def labels_bytes(self) -> int:
-        """Bytes of four-byte numbers that travel with a microbatch's activation (`peer/pipeline/wire.py`): the targets;
-        if training leaves some out, the targets' weights; in a subspace model, the tokens that the targets do not
-        determine."""
+        """Bytes of the numbers, of four bytes each, that travel with a microbatch's activation
+        (`peer/pipeline/wire.py`): the targets, their weights if training leaves some out, and in a subspace model the
+        tokens that the targets do not determine."""
         tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
         of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
         return 4 * (tokens + leaves_out + of_subspace)
@@ -769,7 +769,7 @@ def _tables(spec: RunSpec) -> dict[str, Any]:
 
 
 def decode_spec(data: bytes) -> RunSpec:
-    """Raises: SpecError."""
+    """Decode what `encode_spec` has encoded. Raises: SpecError: the bytes are no valid spec."""
     try:
         return msgspec.msgpack.decode(data, type=RunSpec)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

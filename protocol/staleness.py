@@ -33,7 +33,7 @@ class Price:
     half_powers: int = 2
     """Twice the power, > 0, a whole number: products and square roots have the same digits on all machines."""
     unseen: "Price | None" = None
-    """The price if nothing of the open step was seen; None: the same price."""
+    """The price if a stale microbatch's weights include nothing of the open step; None: it is the same price."""
 
     def more_steps(self, staleness_steps: float, *, seen: float = 1.0) -> float:
         """Return the factor, >= 1, by which staleness raises the number of steps to a loss.
@@ -70,7 +70,7 @@ _LIKE: Final = MappingProxyType(
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
-"""NAdam's powers of `pipeoptim` and `eager` were measured with earlier initial weights; the others are guesses."""
+"""NAdam's powers of `pipeoptim` and `eager` were measured with earlier initial weights; other powers are guesses."""
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:

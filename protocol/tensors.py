@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
 ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
-"""`BACKWARD_PER_FORWARD` if only adapters train; the adapters' own products (a few hundredths) are not counted."""
+"""Backward per forward work if only adapters train; the adapters' own products (a few hundredths) are not counted."""
 EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
 HEAD_MATRIX: Final = "lm_head.weight"
 EXPERT_MATRICES: Final = ("w1", "w2", "w3")

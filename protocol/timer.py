@@ -1,4 +1,4 @@
-"""The timer of a driver (a peer's asyncio program), set again whenever the deciding core names another time."""
+"""The timer of a driver (a peer's asyncio program), set again whenever the driver's core names another time."""
 
 import asyncio
 import math

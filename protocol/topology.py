@@ -27,7 +27,7 @@ DEFAULT_FLOP_PER_S = 45e12
 """Default speed of a device: that of a V100 in fp16, as the DT-FM paper measured it."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
-"""Most unread fields that a note lists by name; it gives the number of the others."""
+"""The most unread fields that a note lists by name; of further fields it gives the number."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -231,7 +231,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
         return (None,) * len(self.latency_s or self.latency_ms or ())
 
     def topology(self) -> Topology:
-        """Raises: LocalError."""
+        """Return the file's topology. Raises: LocalError: the file is incomplete, or contradicts itself."""
         latency, latency_unit = (self.latency_s, 1.0) if self.latency_s is not None else (self.latency_ms, 1e-3)
         rate, rate_unit = (
             (self.bandwidth_bits_per_s, 1.0) if self.bandwidth_bits_per_s is not None else (self.bandwidth_gbps, 1e9)

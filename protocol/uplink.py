@@ -38,11 +38,11 @@ _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
 """The line's rate is the maximum of this many samples. With fewer, TCP's recovery from a loss would lower the rate."""
 _NUM_PATH_SAMPLES: Final = 20
-"""A connection's rate is the maximum of this many samples. It is often slow because others share the line; with more
-samples its rate when alone is remembered for longer, and the next burst need not find it again."""
+"""A connection's rate is the maximum of this many samples. It is often slow because others share the line; more samples
+remember its rate when alone for longer, so that the next burst need not find that rate again."""
 _UNSEEN_S: Final = 0.5
-"""Written bytes count until one to two times this time has passed: if the kernel does not show them then, they wait in
-the daemon, or took another path."""
+"""Written bytes that the kernel does not show count for one to two times this time; then they are taken to wait in the
+daemon, or to have used another path."""
 _PAUSE_S: Final = 0.5
 """A pause between two looks that is longer than this starts a new sample."""
 
@@ -80,7 +80,7 @@ class _Rate:
     _is_busy: bool = False
 
     def look(self, delivered_bytes: int, *, is_busy: bool, now_s: float) -> None:
-        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since that call."""
+        """Record `delivered_bytes` since the last call. Args: is_busy: the line was certainly busy since then."""
         if now_s > self._looked_s + _PAUSE_S:
             self._begin(now_s, is_busy)
         else:
@@ -106,7 +106,7 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return how many queued bytes of a connection count for the line at most: its window without a minimum."""
+        """Return how many of a connection's queued bytes count for the line at most: its window without the minimum."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 

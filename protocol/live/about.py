@@ -38,9 +38,9 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """The port on which the caller listens and wants to be dialled; 0: none."""
+    """The port on which the caller listens and asks to be dialled; 0: none."""
     run_mark: str = ""
-    """`mark_of` the run about which the caller asks; only peers that know the run's id recognise it."""
+    """Hash of the run about which the caller asks (`mark_of`); only peers that know the run's id recognise it."""
 
 
 class About(msgspec.Struct, frozen=True):
@@ -63,7 +63,7 @@ class AboutReply:
 
 
 class AboutAnswerer:
-    """Answers such callers for one peer. Args: seen_at: returns the multiaddrs from which a peer has connected."""
+    """Answers, for one peer, any caller. Args: seen_at: returns the multiaddrs from which a peer has connected."""
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run

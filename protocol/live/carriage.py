@@ -76,7 +76,7 @@ Said = TypeVar("Said", Carry, Carried, CarriageAnswer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
-    """Return those multiaddrs, from which a peer is connected to us, that another peer could dial."""
+    """Return those remote multiaddrs of a connected peer that another peer could dial (plain TCP, without a relay)."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 
@@ -86,7 +86,7 @@ def encode(message: Carry | Carried | CarriageAnswer) -> bytes:
 
 
 async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -> Said:
-    """Read the first message of `source`. Raises: RemoteError: the message is invalid; EOFError, OSError."""
+    """Read the first message of `source`. Raises: RemoteError: it is invalid. EOFError, OSError: the stream broke."""
     (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if length > _BYTES_MAX:
         raise RemoteError(source, f"sent {length} bytes about a carried stream; the limit is {_BYTES_MAX}")

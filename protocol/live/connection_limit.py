@@ -60,7 +60,7 @@ _WIDER: Final = {4: 3, 8: 6}
 
 
 class ConnectionLimit:
-    """Limits connections to one running daemon, from `open` to `close`; only logs it if the kernel cannot help."""
+    """Limits connections to one running daemon, from `open` to `close`. If the kernel cannot help, it logs that."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 Setup = Callable[[P2P], Awaitable[None]]
 
 _PULSE_S = 15.0
-"""Seconds between checks that the daemon answers, which takes a millisecond, and for its changing visible addresses."""
+"""Seconds between checks whether the daemon answers and which visible addresses it has; a check takes a millisecond."""
 _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 15.0

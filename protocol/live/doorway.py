@@ -23,7 +23,7 @@ class Doorway:
 
     @contextlib.contextmanager
     def waits(self, source: str, end: Callable[[], None]) -> Iterator[None]:
-        """Count a stream of `source` (a peer or an address) during this context. Args: end: closes it at once."""
+        """Count a stream of `source` (a peer or an address) during this context. Args: end: closes the stream."""
         own = source, end
         self._waiting.append(own)
         of_source = [one for one in self._waiting if one[0] == source]

@@ -102,7 +102,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
 
 
 def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
-    """Hole: the DHT store refuses a record's older copy, but then lets the record expire when the older copy would."""
+    """Hole: the DHT store refuses an older copy of a record, but takes over the copy's (earlier) expiry."""
 
     def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
         held = self.data.get(key)
@@ -128,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's own expiry: if it never expires, no other node is asked."""
+    """Hole: hivemind trusts a reply's own expiry, and asks no other node before that. We use the records' expiry."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -138,7 +138,7 @@ def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callabl
 
 
 def _lapsing(held: Any) -> Any:
-    """Return the reply with the latest expiry of its records; None: the reply has no record."""
+    """Return the reply, with an expiry equal to the latest of its records' expiries; None if there is no record."""
     if held is None or not isinstance(held.value, DictionaryDHTValue):
         return None
     expirations = [record.expiration_time for _, record in held.value.items()]

@@ -81,7 +81,7 @@ class LaneDoor:
         return 0
 
     def dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
-        """Dial the lanes (TCP connections) that a stream's sender requested. Ignore its requests meanwhile."""
+        """Dial the lanes (TCP connections) that a stream's sender requested. Ignore further requests meanwhile."""
         if link not in self._dialling_back and not self._is_closed:
             self._dialling_back.add(link)
             self.spawn(self._dial_back(link, hosts, min(count, LANES_MAX)), "dial back")

@@ -29,7 +29,7 @@ _LOSS_MIN: Final = 0.003
 """Share of retransmitted packets from which lanes are added: with 0.3 % and a round trip of 60 ms, one connection
 carries only 4 Mbit/s."""
 _PACKETS_MIN: Final = 300
-"""Least number of packets by which the share is judged: at 0.3 % one of them is lost."""
+"""Least number of packets from which the share of retransmitted packets is computed: at 0.3 % about one of these."""
 _FIELDS: Final = struct.Struct("=100xI52xI")
 """Fields of the kernel's `tcp_info`, whose layout is guaranteed: retransmitted packets, and all packets with data."""
 

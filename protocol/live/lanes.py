@@ -19,7 +19,7 @@ from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
 _PIECES: Final = 4
-"""Least number of pieces of a slice (25 ms of the line), so that a stalled lane holds up only a part of it."""
+"""Least number of pieces of a slice (25 ms of the line's rate), so that a stalled lane holds up only a part of it."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
 """Least size of a piece: about the bytes that TCP sends in a connection's first round trip. Each piece costs a turn of
 both ends' event loops."""
@@ -34,7 +34,7 @@ class SendingLanes:
         self._peer = peer
         self._on_lost, self._on_change = on_lost, on_change
         self.lanes: list[Lane] = []
-        """Least recently used first."""
+        """The open lanes, least recently used first."""
         self._next = 0
         self._changed = asyncio.Event()
         self._is_over = False

@@ -265,7 +265,7 @@ class Link(asyncio.BufferedProtocol):
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 
     def hurry(self, priority: Priority) -> None:
-        """Raise the present frame's priority to `priority`, since such a frame waits behind the present one."""
+        """Raise the present frame's priority to `priority`, since a frame of that priority waits behind it."""
         if self._line is not None and priority < self._priority:
             self._priority = priority
             self._line.hurry(self._next_hop, priority)

@@ -37,8 +37,8 @@ _LOOK_S: Final = 1.0
 """Seconds between checks of the daemon's connections while a peer is reached over a carrier."""
 _DIAL_AGAIN_S: Final = (5.0, 10.0, 20.0, 40.0, 60.0)
 _DIALS_SECOND_S: Final = 6.0
-"""If both ends are behind NATs, one dials this many seconds later, when the other end's dial has failed and has opened
-its NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
+"""If both ends are behind NATs, one end dials this many seconds later: the other end's dial has then failed, and has
+opened the other end's NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
 """Pauses in seconds after all carriers have refused to carry to a peer. Most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3

@@ -15,7 +15,7 @@ _SOCK_DIAG, _SOCK_DIAG_BY_FAMILY = 4, 20
 _ERROR, _DONE = 2, 3
 _REQUEST, _DUMP = 0x1, 0x300
 _INFO: Final = 2
-"""The attribute with `tcp_info`."""
+"""Number of the netlink attribute that contains `tcp_info`."""
 _HEADER: Final = struct.Struct("=IHHII")
 _ASK: Final = struct.Struct("=BBBxI48s")
 _ANSWER: Final = struct.Struct("=BBBB48sIIIII")

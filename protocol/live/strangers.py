@@ -30,7 +30,7 @@ class _Place(NamedTuple):
     whose: Network | PeerID
     """Source that has the allowance: the stranger's network or, in a private network, the stranger itself."""
     address: Network | None
-    """The stranger's address, which may be kept from dialling us; None: it is never kept from it."""
+    """The stranger's address, if we may keep it from dialling us; None: we may not."""
 
 
 class Strangers:

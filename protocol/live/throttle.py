@@ -32,8 +32,8 @@ reductions, for which the swarm waits, and before copies of state, which are lon
 _SLICE_S: Final = 0.025
 """Length of a slice of a frame, in seconds of the rate: with long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
-"""Longest wait of a slice behind urgent frames. So a copy of state sends 4 MiB in 40 s at 5 Mbit/s, and its receiver
-waits for 60 s."""
+"""Longest wait of a slice behind urgent frames. So at 5 Mbit/s a copy of state still sends 4 MiB in 40 s; its receiver
+gives up after 60 s."""
 
 
 class RateLimiter(TokenBucket):
@@ -140,7 +140,7 @@ class SendLine:
 
     def _serve(self) -> None:
         """Let one slice pass, and serve again once that slice's frame has had time to queue its next slice, so that
-        other frames do not overtake that frame. A full uplink calls this once it has room."""
+        other frames do not overtake that frame. If the uplink is full, it calls this when it has room again."""
         self._is_due = False
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()

@@ -62,7 +62,7 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 
 
 class LiveTransport:
-    """Calls and frames between this peer and other peers. Call `start`, then `serve`; earlier messages wait."""
+    """Calls and frames between this peer and other peers. Call `start`, then `serve`; messages wait until then."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity

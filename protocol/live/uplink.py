@@ -58,7 +58,7 @@ class Uplink:
         self.on_room()
 
     def opened(self, peer: PeerID, connections: Collection[str]) -> None:
-        """Record that a stream to `peer` is open over one of `connections`; empty: it stays on this machine."""
+        """Record that a stream to `peer` uses one of `connections`; empty: the stream stays on this machine."""
         if self._queues is None:
             return
         self._forget(peer)

@@ -39,7 +39,7 @@ class FaultKind(StrEnum):
     SLOW_LINK = "slow link"
     """`amount`: the factor by which the path's rate falls."""
     LOSS = "loss"
-    """`amount`: the probability per message; for CORRUPTION and DUPLICATION, too."""
+    """`amount`: the probability that a message is lost. (In CORRUPTION: damaged. In DUPLICATION: delivered twice.)"""
     CORRUPTION = "corruption"
     DUPLICATION = "duplication"
     SPIKES = "spikes"
@@ -53,7 +53,7 @@ class Fault:
     kind: FaultKind
     at_s: float
     lasts_s: float | None
-    """None: until the end of the simulation."""
+    """Duration; None: until the end of the simulation."""
     whom: tuple[str, ...]
     """The affected peers; for a fault between peers, those of one side."""
     others: tuple[str, ...] = ()

@@ -35,15 +35,15 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     wander_sd: _NotNegative = 0.0
     """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean stays."""
     wander_s: _Positive = 60.0
-    """Time in which the autocorrelation of that logarithm falls to 1/e."""
+    """Time in which the autocorrelation of the logarithm of the line's rate falls to 1/e."""
     others_share: _Share = 0.0
     """The part of the line that other people's traffic takes while there is such traffic."""
     others_on_s: _Positive = 10.0
     """Mean length of a period with other people's traffic; lengths are exponential."""
     others_off_s: _Positive = 20.0
-    """Mean time between two such periods; times are exponential."""
+    """Mean length of a period without other people's traffic; lengths are exponential."""
     others_delay_s: _NotNegative = 0.0
-    """Delay of frames and calls in the line's queue during such a period."""
+    """Delay of frames and calls in the line's queue while there is other people's traffic."""
 
     @property
     def is_on_device(self) -> bool:
@@ -91,8 +91,8 @@ class DevicePace:
     """The progress of the job on a dirty device. It belongs to the machine, since heat and quota outlive a process.
 
     `begin` starts a job. From then on `on_change` is called when another device on the same cores begins or ends a job.
-    `advance` updates the job's progress to the present. `lasts_s` returns how long the present speed holds, after which
-    the caller must call both again.
+    `advance` updates the job's progress to the present. `lasts_s` returns how long the present speed holds; after that
+    time the caller must call `advance` and `lasts_s` again.
     """
 
     def __init__(self, dirt: Dirt, cores: Cores, rng: random.Random) -> None:

@@ -57,7 +57,7 @@ class _Folder:
 
 @dataclass(slots=True)
 class _Trouble:
-    """A fault: the next `spare` operations of these kinds succeed, and the `times` operations after them raise
+    """A fault: the next `spare` operations of these `kinds` succeed, and the `times` operations after them raise
     `error()`."""
 
     kinds: frozenset[Operation]

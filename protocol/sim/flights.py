@@ -25,7 +25,7 @@ class _Flight:
     """Time from the last byte sent to the last byte received, if the downlink is free."""
     left: asyncio.TimerHandle
     arrival: asyncio.TimerHandle | None = None
-    """Set once the first byte has reached the downlink."""
+    """Timer of the frame's arrival; None until its first byte has reached the downlink."""
     through_card_s: float = 0.0
     arrived_before_s: float = 0.0
 

@@ -287,7 +287,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its senders get Unreachable(`why`); None: they are frozen."""
+        """Handle the end of the card's process. Its senders get Unreachable(`why`); if `why` is None, nothing."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)

@@ -141,7 +141,7 @@ class Cuts:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._found: dict[tuple[int, int], bool] = {}
-        """Results of `is_cut` since the last change, cached because a network with routers has a cut for each."""
+        """Results of `is_cut` since the last change; a search takes long if a simulated network has many cuts."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)

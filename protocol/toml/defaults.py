@@ -40,7 +40,8 @@ MICROBATCHES_PER_STAGE: Final = 4
 _TUNING: Final = 1 / 15
 """The rate for tuning all weights, as a share of the rate from scratch: 2e-5 and 3e-4 in Llama 2 7B (2307.09288)."""
 _ADAPTING: Final = 10 / 15
-"""The rate for training adapters is ten times that for tuning all weights: 2e-4 in QLoRA 7B (2305.14314, table 9)."""
+"""The rate for training adapters, as a share of the rate from scratch: ten times `_TUNING`, so 2e-4 as in QLoRA 7B
+(2305.14314, table 9)."""
 _SHORT: Final = 2.5
 """The largest factor by which the rate of a short run is raised, reached at a 1,500th of 20 N tokens."""
 STAGES_FED: Final = 3
