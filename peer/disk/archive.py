@@ -31,8 +31,8 @@ KEPT: Final = 2
 them writes a version, the version before must stay. Once the coordinator has seen each layer of a version on two disks,
 earlier versions are removed (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""A layer group is removed when this many later snapshots here do not contain it: other peers hold it now. No roll-back
-goes so far back, since every peer keeps `KEPT` versions."""
+"""The snapshots of a layer group are removed when this many later snapshots here do not contain the group: other peers
+hold it now. No roll-back goes so far back, since every peer keeps `KEPT` versions."""
 _COMPLAIN_S = 60.0
 
 
@@ -58,7 +58,7 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two at once, the one that lists the disk first might store its list last."""
+        """Allows one write at a time: if two ran, the one that lists the disk first might store its older list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -258,7 +258,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of those stored before. A failure costs a second fetch."""
+        """Store `layers`, float32 on the host, in place of those stored before. If it fails, they are fetched again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)

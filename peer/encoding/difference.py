@@ -49,5 +49,5 @@ def _places(values_C: Tensor) -> Tensor:
 
 
 def _bits(values_C: Tensor) -> Tensor:
-    """Return the numbers' bits as int16 [C]: a NaN that is copied as a float may change its bits."""
+    """Return the numbers' bits as int16 [C], because copying a NaN as a float may change its bits."""
     return values_C.contiguous().view(torch.int16)

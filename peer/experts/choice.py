@@ -14,7 +14,7 @@ def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID
     """Return the fraction of its tokens that `me` sends to each holder, so that all senders together meet the shares.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
-    go to holders whose share exceeds their own tokens, in proportion to the excess.
+    go to holders with a share above their own tokens, in proportion to the excess.
 
     Args:
         holders: holder of one expert -> its share of the tokens, > 0; the shares need not sum to 1.
