@@ -31,13 +31,13 @@ class ExpertPart:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """One run through the experts. Args: number: serial number of the run in this peer's present place."""
+    """One run of a microbatch through the experts. Args: number: counts the runs since this peer joined the stage."""
 
     number: int
     microbatch: Microbatch
     parts: dict[int, ExpertPart] = field(default_factory=dict)
     passed_by: set[tuple[int, int]] = field(default_factory=set)
-    """Each (layer, expert) that had no holder in the forward, so that there is no backward through it."""
+    """Each (layer, expert) that no holder served in the forward, so that the backward leaves this expert out."""
 
     def part(self, expert: int) -> ExpertPart:
         return self.parts.setdefault(expert, ExpertPart())
