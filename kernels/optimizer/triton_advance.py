@@ -35,7 +35,8 @@ def advance_kernel(
     """Process one block of elements with the arithmetic of `reference.py`, operation by operation.
 
     STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the share of a
-    decayed weight that remains.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
+    decayed weight that remains.   rate: the factor on a step's direction.   fresh, past: NAdam's factors on gradient
+    and moment.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
