@@ -82,8 +82,8 @@ def _launch(
 ) -> None:
     """Run the kernel, which fills `new`. Without a gradient it writes only the predicted param_N.
 
-    Args: old: contiguous. version: the version of the moments that give the direction. change: the kernel's arguments
-        (fresh, past, rate). way: the kernel's arguments (way_decayed, way_plain).
+    Args: old: the state before, contiguous. version: the version of the moments that give the direction. change: the
+        kernel's arguments (fresh, past, rate). way: the kernel's arguments (way_decayed, way_plain).
     """
     numel = old[0].numel()
     if not numel:

@@ -43,7 +43,7 @@ class Document(NamedTuple):
     done: float
     """The share of the source read so far; 0 if unknown."""
     answers: Spans = ()
-    """The places of a conversation's answers, which are learnt."""
+    """The places in `text` of a conversation's answers; in a conversation only these are learnt."""
     is_framed: bool = True
     """True if the vocabulary's tokens around a document must be added; a chat template writes them itself."""
 

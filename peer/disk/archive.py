@@ -127,8 +127,8 @@ class Archive:
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return (era, version), sorted, of the snapshots here that are newer than `age` and of exactly these
-        layers."""
+        """Return (era, version), sorted, of the snapshots here that are newer than `age`, with exactly the layers
+        `keys`."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:

@@ -32,7 +32,7 @@ class Vectors:
     Args:
         host: the device on which vectors are summed and from which they are sent.
         chunk_bytes: the largest piece's size in bytes, as float32.
-        sums: the formats in which a round's pieces are sent.
+        sums: the formats in which the pieces of an all-reduce are sent.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation (number of its start), for all places in its PresenceUpdate, open or not."""
+        """Holder -> expert -> incarnation (grows at each restart) of its place in the PresenceUpdate, ready or not."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:

@@ -120,7 +120,7 @@ def local_experts(
 
 
 class _Enter(torch.autograd.Function):
-    """Returns `y` unchanged; its backward gives `value` a gradient of 1, as if it were a term of the loss."""
+    """Returns `y` unchanged; its backward gives `value` a gradient of 1, as if the loss had `value` as a term."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, value: Tensor) -> Tensor:

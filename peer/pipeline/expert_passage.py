@@ -19,7 +19,7 @@ class ExpertPart:
     replaced: bool = False
     """True if another holder had the part before: that holder may have counted the microbatch already."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) of its backward, kept for a replacement until the run is settled."""
+    """Layer -> (tokens, gradients) sent for its backward, kept for a replacement until the run is settled (counted)."""
     done: set[int] = field(default_factory=set)
     """Layers that the present holder has run backward."""
 

@@ -17,8 +17,8 @@ sender may have one run to report, one in progress, and between these two some t
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch: run number `passage` of the stage member `source` since its start number
-    `incarnation`."""
+    """One run of a microbatch. Its sender, the stage member `source`, numbers its own replicas (`incarnation`), and the
+    runs of each replica (`passage`)."""
 
     microbatch: Microbatch
     source: PeerID

@@ -69,7 +69,7 @@ class How(TypedDict, total=False):
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses compute forward and backward.
 
-    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's, and touch no tensor.
+    Jobs run on the device's one thread; `contribute` and `gradient_sum` run on the event loop and touch no tensor.
 
     **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
     layer's old state is freed as soon as its new state exists. During a step `state` is None. A step that runs out of
@@ -79,7 +79,7 @@ class Shard:
     Args:
         dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that runs the optimizer; None: `device`.
-        vectors: the arithmetic on gradients in host memory; None: the usual one. A modelled peer passes its own.
+        vectors: the arithmetic on gradients in host memory; None: the usual one. A simulated peer passes its own.
     """
 
     def __init__(
@@ -139,7 +139,8 @@ class Shard:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, which comes from the run's seed, a group member or a snapshot. Keep the sums of open steps."""
+        """Use `state`, from the run's seed, a group member or a snapshot. Keep the gradient sums of uncommitted
+        steps."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -147,7 +148,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of open steps."""
+        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of uncommitted steps."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
