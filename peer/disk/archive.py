@@ -127,8 +127,7 @@ class Archive:
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return (era, version), sorted, of the snapshots here that are newer than `age`, with exactly the layers
-        `keys`."""
+        """Return (era, version), sorted, of our snapshots that are newer than `age` and have the layers `keys`."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
@@ -222,8 +221,8 @@ class Archive:
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove snapshots before `safe`, even of layers that we no longer train. Keep snapshots of older eras to which
-        the run may return."""
+        """Remove snapshots before `safe` (era, version), even of layers that we no longer train. Keep snapshots of
+        older eras to which the run may return."""
 
         def thin() -> None:
             self._remove(safe)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MARK = -128
-"""The int8 in place of the distance of a weight that has moved too far."""
+"""The int8 that is sent in place of the distance for a weight that has moved too far for int8."""
 
 
 def difference(before_C: Tensor, after_C: Tensor) -> Tensor:

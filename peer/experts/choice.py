@@ -39,11 +39,9 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 
 @dataclass(kw_only=True, slots=True)
 class HolderRouter(Router):
-    """Distributes the microbatches of one expert among its holders by their shares.
-
-    All earlier choices count, and microbatches still outstanding count twice. The outstanding ones alone are too few:
-    the holder with the largest share would get every microbatch.
-    """
+    """Distributes the microbatches of one expert among its holders by their shares. All earlier choices count, and
+    microbatches still outstanding count twice. Counting only the few outstanding ones would not be enough: the holder
+    with the largest share would get every microbatch."""
 
     me: PeerID
 

@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _PASS_BY_S: Final = 10.0
-"""Tokens are passed by if no holder of their expert could be reached for this long."""
+"""Seconds. Tokens skip their expert (are passed by) if no holder of this expert could be reached for so long."""
 
 
 class ExpertDispatch:
-    """This peer's traffic with experts, for as long as it has one place in stage `stage`."""
+    """This peer's traffic with experts, while it is a member of stage `stage`."""
 
     def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
         self._s = services
@@ -100,7 +100,8 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's P rows to the experts. Return the experts' output, [P, D]; zero for tokens passed by."""
+        """Send one layer's P rows to the experts. Return their output, [P, D]; zero for tokens that skip their
+        expert."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}

@@ -152,9 +152,9 @@ class Clipped(NamedTuple):
     gradient_N: Tensor | None
     """float32 [N], ready for the optimizer; None: no unit's gradient is finite, and the layer stays unchanged."""
     spoilt: tuple[str, ...]
-    """The units (experts, or the rest) with a gradient that is not finite; `gradient_N` has zeros there."""
+    """The units (experts, or the rest) with a gradient that is not finite, replaced by zeros in `gradient_N`."""
     square: float
-    """The squared 2-norm before clipping, without spoilt units and without the matrix of a tied head."""
+    """The squared 2-norm before clipping, without units that are not finite and without a tied head's matrix."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:

@@ -10,7 +10,7 @@ from shoal.protocol.ports import Payload
 
 @dataclass(slots=True)
 class ExpertPart:
-    """One expert's part of a run, for all layers of the stage."""
+    """One expert's part of a microbatch's run, for all layers of the stage."""
 
     holder: PeerID | None = None
     """The present holder; None: not chosen yet, or lost."""

@@ -139,8 +139,7 @@ class Shard:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, from the run's seed, a group member or a snapshot. Keep the gradient sums of uncommitted
-        steps."""
+        """Use `state`, from the run's seed, a group member or a snapshot. Keep the sums of uncommitted steps."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)

@@ -53,7 +53,7 @@ class _Context:
     """The forward's weights, their leaves, and the output [B, T, D] with its graph; None: the backward repeats the
     forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
-    """If the backward runs layer by layer: the forward's weights, their leaves, and each layer's input."""
+    """If the backward runs layer by layer: (the forward's weights, their leaves, each layer's input); else None."""
 
 
 class StageRuntime(StageShard):

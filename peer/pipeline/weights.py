@@ -135,7 +135,7 @@ class Weights:
             sum_N[self._spans[key]] = mean_N * total
 
     def copies(self, state: StageState | None) -> int:
-        """Count the distinct parameter buffers of the stage's first layer that has any parameters."""
+        """Count the copies of the weights in memory: the distinct buffers of the first layer that has parameters."""
         pointers = {weights.params[self._first].data_ptr() for weights in list(self._alive)}
         return len(pointers | ({state.layers[self._first].param_N.data_ptr()} if state else set()))
 
