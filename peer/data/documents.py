@@ -250,7 +250,7 @@ def _documents(
     """Convert rows to documents, and record the unusable rows. `where` stands before a row's number in messages.
 
     Raises: DataError: the rows cannot be read, or none of the first rows is usable. But a file in a folder (not
-        `is_alone`) whose only row is unusable is just skipped: often such a file has settings instead of data.
+        `is_alone`) with just one row, an unusable one, is only skipped: often such a file has settings instead of data.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0

@@ -127,7 +127,7 @@ class Archive:
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return (era, version), sorted, of our snapshots that are newer than `age` and have the layers `keys`."""
+        """Return (era, version), sorted, of our snapshots newer than `age` that have exactly the layers `keys`."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
@@ -438,7 +438,7 @@ class PastEras:
         replace_file(disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
-        """Return the older eras in `ages` whose snapshots this peer keeps."""
+        """Return the older eras in `ages` of which this peer keeps snapshots."""
         versions = dict(sorted(ages))  # the last version of each era
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]

@@ -100,8 +100,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's P rows to the experts. Return their output, [P, D]; zero for tokens that skip their
-        expert."""
+        """Send one layer's P rows to the experts. Return the output, [P, D]; zero for tokens that skip their expert."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}

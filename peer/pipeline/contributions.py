@@ -211,8 +211,8 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the `Places` of the step's stale gradients, in its sum and `kept`; None: there are none, or not
-        needed."""
+        """Return the `Places` of the step's stale gradients, in its sum and `kept`; None: there are none, or no
+        need."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -1,4 +1,4 @@
-"""A *passage*: one run of a microbatch through a stage whose experts are on other peers, and the holders that serve
+"""A *passage*: one run of a microbatch through a stage with its experts on other peers, and the holders that serve
 it."""
 
 from dataclasses import dataclass, field
