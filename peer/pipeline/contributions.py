@@ -71,7 +71,7 @@ class Contributions:
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
     def has(self, microbatch: Microbatch) -> bool:
-        """True if the microbatch's gradient is here already, in the sum or held out. (A repeat counts only once.)"""
+        """True if the microbatch's gradient is here already, in the sum or held out. (A repeated run adds nothing.)"""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
@@ -211,8 +211,8 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the `Places` of the step's stale gradients, in its sum and `kept`; None: there are none, or no
-        need."""
+        """Return the `Places` of the step's stale gradients, including `kept`; None: there are none, or none are
+        needed."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -1,5 +1,4 @@
-"""A *passage*: one run of a microbatch through a stage with its experts on other peers, and the holders that serve
-it."""
+"""A *passage*: one run of a microbatch through a stage with experts on other peers, and the holders that serve it."""
 
 from dataclasses import dataclass, field
 
