@@ -92,7 +92,7 @@ def as_tiles(x_N: Tensor) -> Tensor:
 def _quantized(x_TE: Tensor, form: Format, chance_TE: Tensor | None) -> tuple[Tensor, Tensor]:
     """Round each tile.
 
-    Args: chance_TE: u in the formulas above, float32 [T, E]; None: 1/2.
+    Args: chance_TE: u in the formulas at the top of this file, float32 [T, E]; None: 1/2.
     Returns: (f, float32 [T], exact in bfloat16; q, float32 [T, E], whole numbers from -L to L).
     """
     largest_T = x_TE.abs().amax(dim=1)
@@ -148,11 +148,11 @@ def hadamard(device: torch.device) -> Tensor:
 
 
 def _chance(key: tuple[int, int], start: int, stop: int, device: torch.device) -> Tensor:
-    """Return random numbers in (0, 1) for the elements of these tiles, float32 [T, E], with 16 random bits each. Hash
-    number 32 t + e gives the bits of the elements e and e + 32 (e < 32) of tile t.
+    """Return random numbers in (0, 1), with 16 random bits each, for the tiles [start, stop): float32 [T, E].
 
-    Source of the hash: Wellons, "Prospecting for Hash Functions", 2018: triple32, with half of the key added before its
-        first round and the other half before its second.
+    Hash number 32 t + e gives the bits of the elements e and e + 32 (e < 32) of tile t. Source of the hash: Wellons,
+    "Prospecting for Hash Functions", 2018: triple32, with half of the key added before its first round and the other
+    half before its second.
     """
     first, second = (signed(half) for half in key)
     half = TILE // 2

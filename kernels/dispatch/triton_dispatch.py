@@ -46,7 +46,7 @@ TILES: Mapping[torch.dtype, Tile] = {
     torch.bfloat16: Tile(128, 128, 64, 8, 3),
     torch.float32: Tile(64, 64, 32, 4, 3),
 }
-"""Usual sizes for current GPUs, not measured on one."""
+"""The tile for each dtype: usual sizes for current GPUs, not measured on one."""
 
 
 @triton.jit
@@ -119,7 +119,7 @@ def matmul_kernel(
     EXPERTS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TERMS: tl.constexpr, GROUP: tl.constexpr,
     PRECISION: tl.constexpr, WIDEN: tl.constexpr, NARROW: tl.constexpr,
 ):  # fmt: skip
-    """Compute one tile of [P, T] x [T, W] with its expert's matrix. EXPERTS: a power of 2, at least `num_experts`."""
+    """Compute one tile of rows [P, T] times their expert's matrix [T, W]. EXPERTS: a power of 2, >= `num_experts`."""
     program = tl.program_id(0)
     column_tiles = (width + COLUMNS - 1) // COLUMNS
     first_tile = program // (GROUP * column_tiles) * GROUP

@@ -61,5 +61,5 @@ def orthogonal_nearby(x_RC: Tensor) -> Tensor:
 
 
 def _at_least_tiny(norm: Tensor) -> Tensor:
-    """Raise norms below 1e-37 (near the smallest normal float32) to it, so that 0 / norm is 0."""
+    """Raise norms below 1e-37 (near the smallest normal float32) to 1e-37, so that 0 / norm is 0."""
     return norm.clamp_min(1e-37)

@@ -68,7 +68,7 @@ def nadam_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Te
 def sgd_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Return only the new weights of `sgd_step`, up to rounding: they stay on this peer, so operations may be fused."""
+    """Return only the new weights of `sgd_step`, up to rounding. They stay on this peer, so operations may be fused."""
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N)
     return _decayed_once(param_N, hyper).add_(change_N, alpha=-hyper.learning_rate)
 
@@ -76,7 +76,7 @@ def sgd_weights(
 def adamw_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Return only the new weights of `adamw_step`, up to rounding; they stay on this peer."""
+    """Return only the new weights of `adamw_step`, up to rounding, since only this peer uses them."""
     scale_N = _next_scale(grad_N, moment2_N, hyper)
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N, alpha=1 - hyper.beta1)
     rate = hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1))
@@ -86,7 +86,7 @@ def adamw_weights(
 def nadam_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Return only the new weights of `nadam_step`, up to rounding; they stay on this peer."""
+    """Return only the new weights of `nadam_step`, up to rounding, since only this peer uses them."""
     scale_N = _next_scale(grad_N, moment2_N, hyper)
     fresh, past = nesterov_shares(hyper)
     change_N = torch.mul(moment1_N, past * hyper.beta1).add_(grad_N, alpha=fresh + past * (1 - hyper.beta1))
@@ -130,12 +130,13 @@ def sgd_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
 
 def adamw_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
     """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon)
-    at version `step`."""
+    at version `step`, where v^ is the bias-corrected second moment."""
     return [1 / (1 - hyper.beta1**hyper.step)] * staleness_steps
 
 
 def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon).
+    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon),
+    where v^ is the bias-corrected second moment.
 
     With a constant gradient g the first moment after n steps is (1 - beta1^n) g. With this moment, the two terms of
     `nadam_step` at version n add up to a multiple of g, and g itself is moment1 / (1 - beta1^step).
@@ -204,7 +205,7 @@ def _root(moment2_N: Tensor, hyper: Hyperparameters, num_steps: int) -> Tensor:
 
 
 def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Tensor:
-    """Return the divisor of the next step, sqrt(v^) + epsilon, up to rounding."""
+    """Return the next step's divisor, up to rounding: the root of the bias-corrected second moment, plus epsilon."""
     scale_N = torch.mul(moment2_N, hyper.beta2).addcmul_(grad_N, grad_N, value=1 - hyper.beta2).sqrt_()
     return scale_N.mul_((1 - hyper.beta2 ** (hyper.step + 1)) ** -0.5).add_(hyper.epsilon)
 
@@ -218,7 +219,7 @@ def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) ->
 def _moved(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]
 ) -> Tensor:
-    """Return a copy of the weights moved along moment1 / root; decayed and undecayed ones have different distances."""
+    """Return a copy of the weights, moved along moment1 / `_root` by different distances with and without decay."""
     scale_N = _root(moment2_N, hyper, hyper.step)
     param_N, decayed, plain = _drifted(param_N, hyper, gains)
     for part, way in ((slice(None, hyper.num_decayed), decayed), (slice(hyper.num_decayed, None), plain)):

@@ -10,7 +10,7 @@ from torch import Tensor
 Matrices = tuple[tuple[int, int, int], ...]
 """(first element, rows, columns) of each hidden matrix in a flat layer. Only Muon uses them."""
 State = tuple[Tensor, Tensor, Tensor]
-"""param_N, moment1_N, moment2_N of one layer."""
+"""(param_N, moment1_N, moment2_N) of one layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

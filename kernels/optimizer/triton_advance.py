@@ -35,7 +35,8 @@ def advance_kernel(
     """Process one block of elements with the arithmetic of `reference.py`, operation by operation.
 
     STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the share of a
-    decayed weight that remains.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
+    decayed weight that remains.   rate: the factor on a step's direction.   fresh, past: NAdam's factors on gradient
+    and moment.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -81,8 +82,8 @@ def _launch(
 ) -> None:
     """Run the kernel, which fills `new`. Without a gradient it writes only the predicted param_N.
 
-    Args: old: contiguous. version: the version of the moments that give the direction. change: the kernel's arguments
-        (fresh, past, rate). way: the kernel's arguments (way_decayed, way_plain).
+    Args: old: the state before, contiguous. version: the version of the moments that give the direction. change: the
+        kernel's arguments (fresh, past, rate). way: the kernel's arguments (way_decayed, way_plain).
     """
     numel = old[0].numel()
     if not numel:

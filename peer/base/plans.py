@@ -1,8 +1,8 @@
 """The plan that this peer follows, and recent earlier plans. The peer takes messages only of peers in one of these
 plans.
 
-The newest plan alone would not do: a peer that has lost its place drains for up to half a minute, and meanwhile still
-sends activations and owes gradients.
+The newest plan alone would not be enough: a peer that has lost its place drains for up to half a minute, and meanwhile
+still sends activations and owes gradients.
 """
 
 import math
@@ -36,7 +36,7 @@ class Plans:
         return self.signed.plan if self.signed is not None else None
 
     def obey(self, signed: SignedPlan, *, predecessor: SignedPlan | None = None) -> None:
-        """Put a plan in force. Args: predecessor: the preceding plan, which shows a newcomer the draining peers."""
+        """Put a plan in force. Args: predecessor: the plan before it, which tells a newcomer the draining peers."""
         self.signed = signed
         now_s = self._clock.now_s()
         for plan in (predecessor.plan if predecessor is not None else None, signed.plan):

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 
 _WORDS: Final = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Parts of a `RuntimeError`: of torch's allocator on Linux and on Windows, and of cuBLAS, which wants a workspace."""
+"""Words of those `RuntimeError`s that mean too little memory: of torch's allocator (Linux, Windows) and of cuBLAS."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

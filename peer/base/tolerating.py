@@ -6,8 +6,8 @@ from shoal.protocol.errors import Refused, RemoteError, Unreachable
 
 
 class Tolerating:
-    """A `with` block that ends early, without an error, if a peer is unreachable, refuses, or breaks the protocol.
-    `what` and the reason are then logged."""
+    """A `with` block that ends early, without an error, if a peer is unreachable, refuses, or breaks the protocol. The
+    line "`what`: the error" is then passed to `log`."""
 
     def __init__(self, log: Callable[[str], None], what: str) -> None:
         self._log, self._what = log, what

@@ -73,7 +73,7 @@ class Arithmetic:
         return stepped.to(self.vectors.host)
 
     def seed_base(self, key: str) -> Tensor:
-        """Return a layer of the base that the run's seed makes: its stored bytes, as float32 [bytes / 4]."""
+        """Return a layer of a frozen base model made from the run's seed: its stored bytes, as float32 [bytes / 4]."""
         return seed_base(self._spec, key)
 
     def probe_job(self) -> Callable[[], None]:

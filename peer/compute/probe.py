@@ -21,17 +21,19 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
 _QUICK_S = 0.05
-"""A shorter transfer says little about a rate: clocks, wake-ups and the way back take as long as the transfer."""
+"""A transfer of fewer seconds shows no rate: clocks, wake-ups and the answer's way back take about as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""A transfer of fewer round trips may show TCP's slow start: half of the data arrives in the last round trip."""
+"""A transfer that takes fewer round trips may show TCP's slow start: half of all data arrives in the last round
+trip."""
 FAR_S = 0.002
-"""A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
+"""Seconds. A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
-"""The most bytes on one link while several are measured together; a faster link makes all send for less time."""
+"""The most bytes sent on one link while several are measured together. If the quickest link would carry more in
+`_TOGETHER_S`, all links send for a shorter time."""
 _NOTHING = Probed(arrived=())
 _MARK, _UNANSWERED = -1, -2
-"""Nonces of frames without an answer: negative, so that no receiver takes them for answers to its own probes."""
+"""Nonces of probe frames that get no answer: negative, so that no receiver takes one for an answer to its own probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,10 +66,10 @@ async def probe_device(
 class LinkProbe:
     """Measures the round trip and the rate towards one peer at a time, and answers the probes of other peers.
 
-    The receiver measures the time from a small first frame, the mark, to the last frame. So the result is right even if
-    the receiver's answer must wait on its own busy line. The time that the sender takes to send the frames is a lower
-    bound. The frames before the mark end TCP's slow start: without them, 128 KiB over a home line of 20 Mbit/s and 60
-    ms looked like 5 Mbit/s.
+    The receiver measures the time from a small first frame (the mark) to the last frame. So the result is right even if
+    the receiver's answer waits behind other data that the receiver sends. The time that the sender takes to send the
+    frames is a lower bound. Frames before the mark end TCP's slow start: without them, a transfer of 128 KiB over a
+    home line of 20 Mbit/s and 60 ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:
@@ -78,7 +80,7 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """The time before which requests to send together with another peer get an empty answer."""
+        """The time before which `ProbeTogether` requests (to send to several peers at once) get an empty answer."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
@@ -110,7 +112,7 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes` after the mark. Returns: seconds from the mark to the last frame."""
+        """Send `times` frames of `nbytes`. Returns: seconds from the mark, which was sent before, to the last frame."""
         payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
@@ -134,8 +136,8 @@ class LinkProbe:
 
         Args:
             links: the results of `measure` for these peers.
-            beside: peers that may share our network card; they are asked to send the same at the same time.
-        Returns: bytes/s sent in all, a lower bound for the card's rate. 0: some peer did not answer.
+            beside: peers that may share our network card; they are asked to send the same amounts at the same time.
+        Returns: bytes/s that all senders sent together, a lower bound for the card's rate. 0: some peer did not answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
         if not ours.arrived:
@@ -222,8 +224,8 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the card's rate: the highest quotient (bytes arrived up to a time) / (that time). The quotient at the end
-    can be too low, since transfers on slow lines may end long after the card is idle."""
+    """Return the network card's rate: the highest quotient (bytes arrived up to a time) / (that time). The quotient at
+    the end can be too low, since transfers on slow lines may end long after the card is idle."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

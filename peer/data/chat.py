@@ -55,7 +55,7 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     weight: float | None = None
-    """0: the message is not learnt."""
+    """0: the message is not learnt; an assistant's message with any other weight, or with None, is learnt."""
     tool_calls: Any = None
     function_call: Any = None
     reasoning_content: Any = None
@@ -68,7 +68,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 _NOT_READ: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that a template would render and that we do not pass to it."""
+"""Fields of a message that we do not pass to a template, although a template would render them."""
 
 
 class ChatRow(msgspec.Struct, frozen=True):
@@ -84,7 +84,7 @@ FIELDS: Final = ChatRow.__struct_fields__
 
 
 class ChatTemplate:
-    """A compiled chat template, called `name` in messages.
+    """A compiled chat template; error messages call it `name`.
 
     Args:
         source: the Jinja text.
@@ -108,8 +108,8 @@ class ChatTemplate:
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
         """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
 
-        Raises: Unusable: a message has a field that we do not read, an answer is empty, or the template does not write
-            the answer after its prompt for one.
+        Raises: Unusable: a message has a field that we do not read, an answer is empty, or the template, asked for an
+            answer, does not write the answer next.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -170,7 +170,7 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json; None: ChatML. Raises: DataError: there is no template."""
+    """Load the chat template beside a tokenizer.json; None: ChatML. Raises: DataError: no template is there."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent
@@ -194,7 +194,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (text, places of its answers, True if a template wrote the text, with the tokens around a document).
+    Returns: (text, places of its answers, True if a template wrote the text and thus the tokens around a document).
     Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion

@@ -43,7 +43,7 @@ class Document(NamedTuple):
     done: float
     """The share of the source read so far; 0 if unknown."""
     answers: Spans = ()
-    """The places of a conversation's answers, which are learnt."""
+    """The places in `text` of a conversation's answers; in a conversation only these are learnt."""
     is_framed: bool = True
     """True if the vocabulary's tokens around a document must be added; a chat template writes them itself."""
 
@@ -249,8 +249,8 @@ def _documents(
 ) -> Iterator[Document]:
     """Convert rows to documents, and record the unusable rows. `where` stands before a row's number in messages.
 
-    Raises: DataError: the rows cannot be read, or none of the first rows is usable. But in a folder, a file that
-        contains just one JSON value, an unusable one, is only skipped: often such a file has settings instead of data.
+    Raises: DataError: the rows cannot be read, or none of the first rows is usable. But a file in a folder (not
+        `is_alone`) with just one row, an unusable one, is only skipped: often such a file has settings instead of data.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0

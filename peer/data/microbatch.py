@@ -25,7 +25,7 @@ _STEPS_KEPT = 16
 """The number of steps for which the counts of learnt tokens are cached: more steps than are ever in flight."""
 
 _Chosen = tuple[Samples, int]
-"""(the samples of a source, the number of one of them)."""
+"""(all samples of a source, the index of the chosen one)."""
 
 
 def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Labels]:
@@ -107,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return (source of sample `position`, number of that source's earlier samples, suffix for its order's key)."""
+    """Return (source of the run's sample `position`, number of that source's earlier samples, suffix of its key)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -117,7 +117,7 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return (index of its source, number of that source's earlier samples in the round) for each sample of a round."""
+    """Return for each sample of a round: (index of its source, number of the source's earlier samples in the round)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []

@@ -96,8 +96,7 @@ def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
     """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
-    documents. If all are for validation, yield the first of these documents: a run would then train on a part of the
-    text.
+    documents. If all documents are for validation, yield the first: a run would then divide the text instead.
 
     Raises: DataError: the source does not exist, or has no text.
     """
@@ -230,7 +229,7 @@ def _write(folder: Path, source: _Source, on_progress: OnProgress | None) -> Pac
 def _tokenise(
     source: _Source, training: _Side, validation: _Side, account: Account, on_progress: OnProgress | None
 ) -> int:
-    """Tokenise all documents and write them to both sides. Returns: the number of documents."""
+    """Tokenise the documents; write each to the training or the validation side. Returns: the number of documents."""
     spec, tokenizer = source.spec, source.tokenizer
     before, behind = (
         np.array(list(tokens), dtype=tokenizer.dtype) for tokens in (tokenizer.beginning, tokenizer.separator)
@@ -258,7 +257,8 @@ def _tokenise(
 
 
 def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document, Tokens, NDArray[np.uint8]]]:
-    """Yield each document with its tokens and, for a chat, a 1 for each token that overlaps an answer (is learnt)."""
+    """Yield (document, its tokens, flags). In a chat, a token's flag is 1 if the token overlaps an answer (is
+    learnt)."""
     texts = [document.text for document in batch]
     if source.template is None:
         nothing = np.zeros(0, np.uint8)

@@ -57,10 +57,8 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """The vocabulary of the tokenizer.json `data`, called `name` in messages. It has the members of `ByteTokenizer`.
-
-    Raises: DataError: the tokenizers library is not installed, or cannot read the file.
-    """
+    """The vocabulary of a tokenizer.json with the content `data`; error messages call it `name`. It has the members of
+    `ByteTokenizer`. Raises: DataError: the tokenizers library is not installed, or cannot read the file."""
 
     def __init__(self, data: bytes, *, name: str) -> None:
         library = _library(name)
@@ -84,7 +82,8 @@ class FileTokenizer:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: special tokens' names in a text become those tokens; never for text from others."""
+        """Encode texts. `special`: a special token's name in a text becomes that token; never for text from
+        strangers."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]

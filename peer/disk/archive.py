@@ -31,8 +31,8 @@ KEPT: Final = 2
 them writes a version, the version before must stay. Once the coordinator has seen each layer of a version on two disks,
 earlier versions are removed (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""A layer group is removed when this many later snapshots here do not contain it: other peers hold it now. No roll-back
-goes so far back, since every peer keeps `KEPT` versions."""
+"""The snapshots of a layer group are removed when this many later snapshots here do not contain the group: other peers
+hold it now. No roll-back goes so far back, since every peer keeps `KEPT` versions."""
 _COMPLAIN_S = 60.0
 
 
@@ -58,7 +58,7 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two at once, the one that lists the disk first might store its list last."""
+        """Allows one write at a time: if two ran, the one that lists the disk first might store its older list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -127,8 +127,7 @@ class Archive:
         self._certified = frozenset(entry.age for entry in plan.certified)
 
     def since(self, age: tuple[int, int], keys: tuple[str, ...]) -> list[tuple[int, int]]:
-        """Return (era, version), sorted, of the snapshots here that are newer than `age` and of exactly these
-        layers."""
+        """Return (era, version), sorted, of our snapshots newer than `age` that have exactly the layers `keys`."""
         return sorted(stored.age for stored in self._stored.values() if stored.keys == keys and stored.age > age)
 
     async def open(self) -> None:
@@ -222,8 +221,8 @@ class Archive:
         return any(map(self._is_old(safe), ages))
 
     async def thin(self, safe: tuple[int, int]) -> None:
-        """Remove snapshots before `safe`, even of layers that we no longer train. Keep snapshots of older eras to which
-        the run may return."""
+        """Remove snapshots before `safe` (era, version), even of layers that we no longer train. Keep snapshots of
+        older eras to which the run may return."""
 
         def thin() -> None:
             self._remove(safe)
@@ -258,7 +257,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of those stored before. A failure costs a second fetch."""
+        """Store `layers`, float32 on the host, in place of those stored before. If it fails, they are fetched again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
@@ -439,7 +438,7 @@ class PastEras:
         replace_file(disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
-        """Return the older eras in `ages` whose snapshots this peer keeps."""
+        """Return the older eras in `ages` of which this peer keeps snapshots."""
         versions = dict(sorted(ages))  # the last version of each era
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]

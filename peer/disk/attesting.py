@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _KEPT = 2
 """Number of signed versions kept of each group of layers; plans certify as many."""
 _Word = tuple[tuple[int, int], tuple[str, ...]]
-"""((era, version), layers)."""
+"""((era, version), layer keys): a state that a member can sign."""
 
 
 class Attesting:

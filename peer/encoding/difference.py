@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 _MARK = -128
-"""The int8 in place of the distance of a weight that has moved too far."""
+"""The int8 that is sent in place of the distance for a weight that has moved too far for int8."""
 
 
 def difference(before_C: Tensor, after_C: Tensor) -> Tensor:
@@ -49,5 +49,5 @@ def _places(values_C: Tensor) -> Tensor:
 
 
 def _bits(values_C: Tensor) -> Tensor:
-    """Return the numbers' bits as int16 [C]: a NaN that is copied as a float may change its bits."""
+    """Return the numbers' bits as int16 [C], because copying a NaN as a float may change its bits."""
     return values_C.contiguous().view(torch.int16)

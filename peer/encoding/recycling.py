@@ -16,7 +16,7 @@ LARGE: Final = 1 << 18
 KEPT_MAX: Final = 3
 """Free vectors kept per size: a step needs a gradient, the sum that is sent, and the mean."""
 SIZES_MAX: Final = 2
-"""Sizes of which free vectors are kept."""
+"""The number of sizes for which free vectors are kept."""
 
 
 class Recycling:

@@ -22,7 +22,8 @@ CONTRIBUTION_MAX: Final = 2.0**40
 """Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of 2^48 squares of it, so
 no member can make a mean that optimizers reject."""
 REDUCED_MAX: Final = 2.0**44
-"""Largest number accepted in a reduced gradient: a rounded sum over both ends of a tied matrix reaches a quarter."""
+"""Largest number accepted in a reduced gradient. Valid contributions give at most a quarter of it, for a tied matrix (a
+rounded sum of two gradients)."""
 
 
 class Vectors:
@@ -31,7 +32,7 @@ class Vectors:
     Args:
         host: the device on which vectors are summed and from which they are sent.
         chunk_bytes: the largest piece's size in bytes, as float32.
-        sums: the formats in which a round's pieces are sent.
+        sums: the formats in which the pieces of an all-reduce are sent.
     """
 
     def __init__(
@@ -41,7 +42,7 @@ class Vectors:
         self._recycling = Recycling()
         self.sums = tuple(sums)
         self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
-        """Format in which a reduced gradient is sent; it has been rounded to it before, so nothing is lost."""
+        """Format of a reduced gradient that is sent; its numbers have been rounded to this format before."""
         self._mean_dtype = DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
         """Bytes per number in `mean_form`."""
@@ -82,15 +83,16 @@ class Vectors:
         return torch.frombuffer(payload, dtype=torch.float32)
 
     def piece_payload(self, values_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload:
-        """Encode a float32 piece of a round. bf16 rounds to nearest; formats of few bits round stochastically. Args:
-        key: the seed of the stochastic rounding, unique to this piece, so that the piece always gets the same bytes."""
+        """Encode a float32 piece of an all-reduce. bf16 rounds to nearest; formats of few bits round stochastically.
+        Args: key: the seed of the stochastic rounding, unique to this piece, so that the piece always gets the same
+        bytes."""
         if form in DTYPES:
             return _payload(values_C, DTYPES[form])
         payload_B = codec.encode(values_C.detach(), codec.FORMATS[form], key=key)
         return memoryview(payload_B.numpy().data)
 
     def piece_of(self, payload: Payload, form: WireFormat, size: int) -> Tensor:
-        """Decode a piece of a round, which has `tensor_bytes(form, size)` bytes. Returns: float32 [size]."""
+        """Decode a piece of an all-reduce, which has `tensor_bytes(form, size)` bytes. Returns: float32 [size]."""
         if form in DTYPES:
             return torch.frombuffer(payload, dtype=DTYPES[form]).to(torch.float32)
         payload_B = torch.frombuffer(payload, dtype=torch.uint8)

@@ -1,5 +1,5 @@
-"""Sends tokens and end-of-run reports to a holder of experts until it answers or another holder is the better
-choice."""
+"""Sends a holder of experts tokens, or the report that a run of a microbatch has ended, until it answers or another
+holder is the better choice."""
 
 import asyncio
 import itertools
@@ -19,9 +19,9 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds until a frame is sent again: the frame or its answer may be lost. After the last, try another holder."""
+"""Seconds until a frame is sent again: the frame or its answer may be lost. After the last, another holder is tried."""
 _LOOK_S: Final = 0.5
-"""The interval at which slow holders are looked for."""
+"""Seconds between two checks for slow holders."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,7 +31,7 @@ class _Asked:
     size: int
     sent_s: float
     answer: "asyncio.Future[Payload | None]"
-    """The result is None if the holder refused or is lost."""
+    """Receives the answer; None if the holder refused or is lost."""
 
     def give_up(self) -> None:
         if not self.answer.done():
@@ -39,9 +39,10 @@ class _Asked:
 
 
 class Asking:
-    """Sends frames and messages to holders of experts, for as long as we have one place in a stage.
+    """Sends frames and messages to holders of experts while this peer is a member of one stage.
 
-    Args: has_others: returns whether holders other than the given one could serve the whole frame."""
+    Args: has_others: returns True if holders other than the given one could serve the whole frame.
+    """
 
     def __init__(self, services: Services, *, has_others: Callable[[ExpertTokens, PeerID], bool]) -> None:
         self._s = services
@@ -99,7 +100,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` that a run has ended. Return True if `holder` has counted the run's microbatch."""
+        """Report to `holder` that a run of a microbatch has ended. Return True if it has counted the microbatch."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))

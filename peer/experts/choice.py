@@ -14,7 +14,7 @@ def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID
     """Return the fraction of its tokens that `me` sends to each holder, so that all senders together meet the shares.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
-    go to holders whose share exceeds their own tokens, in proportion to the excess.
+    go to holders with a share above their own tokens, in proportion to the excess.
 
     Args:
         holders: holder of one expert -> its share of the tokens, > 0; the shares need not sum to 1.
@@ -39,11 +39,9 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 
 @dataclass(kw_only=True, slots=True)
 class HolderRouter(Router):
-    """Distributes the microbatches of one expert among its holders by their shares.
-
-    All earlier choices count, and microbatches still outstanding count twice. The outstanding ones alone are too few:
-    the holder with the largest share would get every microbatch.
-    """
+    """Distributes the microbatches of one expert among its holders by their shares. All earlier choices count, and
+    microbatches still outstanding count twice. Counting only the few outstanding ones would not be enough: the holder
+    with the largest share would get every microbatch."""
 
     me: PeerID
 

@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _PASS_BY_S: Final = 10.0
-"""Tokens are passed by if no holder of their expert could be reached for this long."""
+"""Seconds. Tokens skip their expert (are passed by) if no holder of this expert could be reached for so long."""
 
 
 class ExpertDispatch:
-    """This peer's traffic with experts, for as long as it has one place in stage `stage`."""
+    """This peer's traffic with experts, while it is a member of stage `stage`."""
 
     def __init__(self, services: Services, plan: Plan, stage: int, *, incarnation: int) -> None:
         self._s = services
@@ -51,7 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation (number of its start), for all places in its PresenceUpdate, open or not."""
+        """Holder -> expert -> incarnation (grows at each restart) of its place in the PresenceUpdate, ready or not."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
@@ -100,7 +100,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's P rows to the experts. Return the experts' output, [P, D]; zero for tokens passed by."""
+        """Send one layer's P rows to the experts. Return the output, [P, D]; zero for tokens that skip their expert."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}
@@ -138,7 +138,7 @@ class ExpertDispatch:
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
     def abandon(self, passage: Passage) -> None:
-        """Drop a run whose result nobody needs any more."""
+        """Drop a run of a microbatch, because nobody needs its result any more."""
         for expert, part in passage.parts.items():
             self._release(expert, part)
 
@@ -147,7 +147,7 @@ class ExpertDispatch:
     async def _serve_all(
         self, passage: Passage, todo: set[int], serve: Callable[[PeerID, Sequence[int]], Awaitable[bool]]
     ) -> set[int]:
-        """Let holders serve the experts `todo`, and others if some fail. Return the experts that no holder could serve.
+        """Have the experts `todo` served; replace holders that fail. Return the experts that no holder could serve.
 
         Args: serve: called with (holder, some of its experts); returns True if all of these were served, False if none.
         """
@@ -197,10 +197,10 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Send a frame to `holder` and return its answer; None: it failed, and no longer serves the experts in
-        `counts`.
+        """Send a frame to `holder` and return its answer; None: the holder failed, and no longer serves these experts.
 
-        Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the rows' gradients."""
+        Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the gradients of all rows.
+        """
         microbatch = passage.microbatch
         meta = ExpertTokens(
             stage=self._stage,
@@ -260,7 +260,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Repeat at `holder` the expert's backwards that only a lost holder had run. Return False if this failed."""
+        """Let `holder` repeat the expert's backwards that only a lost holder ran. Return False if this failed."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]

@@ -39,7 +39,7 @@ class _Known:
     num_bytes: int
     used_s: float
     length: int = 0
-    """Number of tokens in the cache; -1 during a forward, and after one that failed halfway."""
+    """Number of tokens in the cache; -1 during a forward, and after a forward that failed halfway."""
 
 
 @dataclass(slots=True)

@@ -18,12 +18,13 @@ from shoal.protocol.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """FLOP of one microbatch's jobs at a stage; if calls to other peers' experts cut a job, FLOP of one part."""
+    """FLOP of one microbatch's jobs at a stage. If a job is cut into parts by calls to experts, FLOP of one part."""
 
     forward: float
     backward: float
     loss: float
-    """The last stage's forward and backward, one job. With `keep = "layers"` it repeats each forward but the head's."""
+    """The last stage's only job, forward and backward. With `keep = "layers"` each layer but the head runs forward
+    twice."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:

@@ -46,7 +46,7 @@ def stored_base(spec: RunSpec, key: str, flat_N: Tensor) -> Tensor:
 
 
 def seed_base(spec: RunSpec, key: str) -> Tensor:
-    """Return a layer of the base made from the run's seed, in the stored form that `stored_base` returns."""
+    """Return a layer of a base model made from the run's seed, in the stored form that `stored_base` returns."""
     return stored_base(spec, key, init_layer(spec.model, key, spec.seed))
 
 
@@ -96,7 +96,7 @@ class FrozenMatrix:
         return self._norms_R
 
     def rows(self, index: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the rows with these indices, [..., columns]."""
+        """Return the rows with the indices `index`: [..., columns] of `dtype`."""
         if self._form in _PLAIN:
             return functional.embedding(index, self._stored_Y.view(_PLAIN[self._form]).view(self.shape)).to(dtype)
         columns = self.shape[1]

@@ -34,7 +34,7 @@ from shoal.protocol.tensors import HEAD_MATRIX, Shapes, adapter_tensors, layer_t
 
 @dataclass(frozen=True, kw_only=True)
 class LayerLayout:
-    """The tensors of one layer or unit, in buffer order."""
+    """The tensors of one layer or unit (an expert, or the rest of a layer with experts), in the order of the buffer."""
 
     key: str
     names: tuple[str, ...]
@@ -91,7 +91,7 @@ class LayerLayout:
 
 
 def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
-    """Return a layer's units (experts, then the rest) in buffer order; only `key` for a unit or without experts."""
+    """Return a layer's units (its experts, then the rest) in buffer order; just `key` for a unit or a dense layer."""
     if not model.num_experts or key.count(".") != 1:
         return (key,)
     return (*(expert_key(key, expert) for expert in range(model.num_experts)), f"{key}.{TRUNK}")
@@ -99,7 +99,7 @@ def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def unit_slices(model: ModelSpec, key: str) -> Mapping[str, slice]:
-    """Return unit -> its slice of the layer's flat buffer; the slices cover the buffer."""
+    """Return unit (expert, or the rest) -> its slice of the layer's flat buffer. The slices cover the buffer."""
     units = unit_keys(model, key)
     ends = list(accumulate((layer_layout(model, unit).numel for unit in units), initial=0))
     return {unit: slice(first, last) for unit, (first, last) in zip(units, pairwise(ends), strict=True)}
@@ -107,17 +107,17 @@ def unit_slices(model: ModelSpec, key: str) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=16384)
 def layer_layout(model: ModelSpec, key: str) -> LayerLayout:
-    """Return the layout of a layer or unit. Raises: ValueError: the model has no such layer."""
+    """Return the layout of a layer or unit (expert, or the rest). Raises: ValueError: the model has no such layer."""
     return _layout_of(key, *layer_tensors(model, key))
 
 
 def state_layout(spec: RunSpec, key: str) -> LayerLayout:
-    """Return the layout of a layer's or unit's trained parameters: its adapters if the run has them, otherwise all."""
+    """Return the layout of a layer's or unit's trained parameters: its adapters if the run has any, else all."""
     return layer_layout(spec.model, key) if spec.adapter is None else _adapter_layout(spec.model, spec.adapter, key)
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return unit -> its slice of a layer's trained parameters. The head's tied matrix is a unit of its own."""
+    """Return unit (expert, or the rest) -> its slice of a layer's trained parameters. A tied head has two units."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -160,7 +160,7 @@ def num_trained(spec: RunSpec) -> int:
 
 
 def initial_parameters(spec: RunSpec, key: str) -> Tensor:
-    """Return the trained parameters of a layer or unit at version 0, made from the run's seed."""
+    """Return the trained parameters of a layer or unit (expert, or the rest) at version 0, from the run's seed."""
     if spec.adapter is None:
         return init_layer(spec.model, key, spec.seed)
     return _initial_adapters(spec, key)

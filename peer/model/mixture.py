@@ -49,7 +49,7 @@ class Mixture:
     """Settings of one forward through layers with experts. Dense layers ignore them."""
 
     loads: ExpertLoads | None = None
-    """If given, counts the tokens of this forward."""
+    """Counts the tokens that this forward sends to each expert; None: they are not counted."""
     balances: list[Tensor] | None = None
     """Collects the layers' balances for the caller's loss. None: each layer adds the gradient of its balance, weighted
     by `router_aux_loss`, in its own backward."""
@@ -69,7 +69,7 @@ class Routing:
     counts_E: Tensor
     """int64: the number of tokens sent to each expert."""
     balance: Tensor
-    """float32 []: 1 for an even load, E / K if all tokens choose the same K with certainty."""
+    """float32 [], the load-balancing loss: 1 for an even load, E / K if all tokens choose the same K with certainty."""
 
 
 def mixture_layer(model: ModelSpec, index: int, params: Mapping[str, Tensor], x_ND: Tensor, mixture: Mixture) -> Tensor:
@@ -120,7 +120,7 @@ def local_experts(
 
 
 class _Enter(torch.autograd.Function):
-    """Returns `y` unchanged; its backward gives `value` a gradient of 1, as if it were a term of the loss."""
+    """Returns `y` unchanged; its backward gives `value` a gradient of 1, as if the loss had `value` as a term."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, value: Tensor) -> Tensor:

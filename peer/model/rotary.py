@@ -12,8 +12,8 @@ from shoal.protocol.decoder import RopeScaling
 from shoal.protocol.spec import ModelSpec
 
 Rotary = tuple[Tensor, Tensor]
-"""(cos_TK, turned_TK), or (cos_TWK, turned_TWK) if window layers have other angles. Tables from `at_positions` have two
-more dimensions in front, B and 1."""
+"""(cosines, sines), each [T, K], or [T, W, K] if window layers have other angles. The sines of the first half of K are
+negated. Tables from `at_positions` have two more dimensions in front, B and 1."""
 
 
 def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Rotary:

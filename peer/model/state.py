@@ -80,7 +80,7 @@ class StageState:
     """The 2-norm, before clipping, of the reduced gradient that made this version; None: this peer did not make it."""
 
     def proofs(self) -> tuple[tuple[str, str], ...]:
-        """Return (layer key, `secure_digest` of that layer) for each layer."""
+        """Return (layer key, the layer's `secure_digest`) for each layer."""
         return tuple((key, layer.secure_digest()) for key, layer in self.layers.items())
 
     def digest(self) -> str:
@@ -118,10 +118,11 @@ def initial_state(spec: RunSpec, keys: tuple[str, ...], device: torch.device) ->
 
 
 def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, version: int) -> LayerState | None:
-    """Make one optimizer step from `version` with the reduced gradient, clipped for each unit of the layer separately.
+    """Make one optimizer step from `version` with the reduced gradient.
 
-    A unit stays unchanged if its gradient is not finite. So the step of a layer equals the steps of its units bit for
-    bit, even if the units are on different peers. `key` may name a unit.
+    Each unit of the layer (an expert, or all the rest) is clipped on its own, and stays unchanged if its gradient is
+    not finite. So the step of a layer equals the steps of its units bit for bit, even if the units are on different
+    peers. `key` may name a unit.
     Returns: the layer at `version + 1`; None if no unit's gradient is finite.
     """
     return step_layer_clipped(spec, key, layer, clipped(spec, key, grad_N), version)
@@ -151,14 +152,14 @@ class Clipped(NamedTuple):
     gradient_N: Tensor | None
     """float32 [N], ready for the optimizer; None: no unit's gradient is finite, and the layer stays unchanged."""
     spoilt: tuple[str, ...]
-    """The units with a gradient that is not finite; their gradient is zero in `gradient_N`."""
+    """The units (experts, or the rest) with a gradient that is not finite, replaced by zeros in `gradient_N`."""
     square: float
-    """The squared 2-norm before clipping, without spoilt units and without the matrix of a tied head."""
+    """The squared 2-norm before clipping, without units that are not finite and without a tied head's matrix."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
-    """Clip the gradient of each unit by its own norm, so that an expert can be stepped without the rest of its layer,
-    which may be on other peers."""
+    """Clip a layer's gradient. Each unit of the layer (an expert, or all the rest) is clipped by its own norm, so that
+    a peer can step an expert without the rest of the layer, which may be on other peers."""
     slices = state_slices(spec, key)
     parts, spoilt, square = [], [], 0.0
     for unit, span in slices.items():
@@ -175,15 +176,15 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
-    """Return a unit's slices in three tensors of its layer: parameters, first moments and second moments. With Muon an
-    expert has no second moment, so its third slice is empty."""
+    """Return the slices of a unit (an expert, or the rest) in three tensors of its layer: parameters, first moments and
+    second moments. With Muon an expert has no second moment, so its third slice is empty."""
     span = state_slices(spec, key)[unit]
     missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the layer's first elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))
 
 
 def joined(spec: RunSpec, key: str, units: Mapping[str, LayerState]) -> LayerState:
-    """Join the states of a layer's units to the state of the layer."""
+    """Join the states of a layer's units (its experts and the rest) to the state of the layer."""
     tensors = zip(*(units[unit].tensors for unit in state_slices(spec, key)), strict=True)
     param_N, moment1_N, moment2_N = (torch.cat(parts) for parts in tensors)
     return LayerState(param_N=param_N, moment1_N=moment1_N, moment2_N=moment2_N)

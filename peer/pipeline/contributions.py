@@ -33,7 +33,7 @@ HELD_OUT_MAX = 16
 """The most gradients of one step that are held out of its sum; each is as large as the stage."""
 
 _Gradient = tuple[Tensor, WeightSet | None]
-"""A gradient, and the weights at which it was taken."""
+"""A gradient, and the weights at which it was taken; None: the strategy does not need these weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,14 +43,14 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """The weights at which its gradients were taken; None: all at the step's own weights, or they are not needed."""
+    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or the sum is not needed."""
     num: int
 
 
 class Contributions:
     """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
 
-    Args: corrects: return each sum with the places of its gradients, for which the strategy corrects the sum.
+    Args: corrects: the strategy corrects sums for stale weights; so return each sum with the places of its gradients.
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
@@ -71,7 +71,7 @@ class Contributions:
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
     def has(self, microbatch: Microbatch) -> bool:
-        """True if the microbatch's gradient is here already: it may run again after a peer is lost, but counts once."""
+        """True if the microbatch's gradient is here already, in the sum or held out. (A repeated run adds nothing.)"""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
@@ -119,7 +119,7 @@ class Contributions:
         """Request the sum of our contributions to `step` so far.
 
         Args: indices: the held-out gradients to include; None: all.
-        Returns: a function for any thread but the event loop's. Its result is read-only; None: the step has begun.
+        Returns: a function for any thread but the event loop's. It returns the sum, read-only; None: the step is over.
         """
         made: list[Summed | None] = []
         apart = self._apart.get(step, {})
@@ -165,7 +165,7 @@ class Contributions:
             self._summed.discard(microbatch)
 
     def move_out(self) -> None:
-        """Move the places to host memory. Call this within a job."""
+        """Move the sums of places (weights at which gradients were taken) to host memory. Call this within a job."""
         with self._working:
             for step, places in list(self._places.items()):
                 self._places[step] = Places(self._offload.put(places.sum_N), places.num)
@@ -192,7 +192,7 @@ class Contributions:
             self._places[step].add(weights)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
-        """Return the sum of the step plus `kept`; None if the step is over. Call this with the lock `_working` held."""
+        """Return the step's sum plus the gradients `kept`; None: the step is over. The caller holds `_working`."""
         if step < self._first_open:
             return None
         total_N, places = self._sums.get(step), self._places_with(step, kept)
@@ -211,7 +211,8 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the places of the gradients in the sum and in `kept`; None: there are none, or none are needed."""
+        """Return the `Places` of the step's stale gradients, including `kept`; None: there are none, or none are
+        needed."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -17,7 +17,7 @@ class ExpertCall:
     counts: tuple[int, ...]
     """Rows of each expert; their sum is P."""
     tokens: Payload
-    """[P, D] in the wire dtype."""
+    """The rows to compute, [P, D] in the wire dtype."""
     gradients: Payload | None = None
     """The gradient of the experts' output, [P, D] in the wire dtype; None: a forward."""
 

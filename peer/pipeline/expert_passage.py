@@ -1,5 +1,4 @@
-"""A *passage*: one run of a microbatch through a stage whose experts are on other peers, and the holders that serve
-it."""
+"""A *passage*: one run of a microbatch through a stage with experts on other peers, and the holders that serve it."""
 
 from dataclasses import dataclass, field
 
@@ -10,7 +9,7 @@ from shoal.protocol.ports import Payload
 
 @dataclass(slots=True)
 class ExpertPart:
-    """One expert's part of a run, for all layers of the stage."""
+    """One expert's part of a microbatch's run, for all layers of the stage."""
 
     holder: PeerID | None = None
     """The present holder; None: not chosen yet, or lost."""
@@ -19,7 +18,7 @@ class ExpertPart:
     replaced: bool = False
     """True if another holder had the part before: that holder may have counted the microbatch already."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) of its backward, kept for a replacement until the run is settled."""
+    """Layer -> (tokens, gradients) sent for its backward, kept for a replacement until the run is settled (counted)."""
     done: set[int] = field(default_factory=set)
     """Layers that the present holder has run backward."""
 
@@ -31,13 +30,13 @@ class ExpertPart:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """One run through the experts. Args: number: serial number of the run in this peer's present place."""
+    """One run of a microbatch through the experts. Args: number: counts the runs since this peer joined the stage."""
 
     number: int
     microbatch: Microbatch
     parts: dict[int, ExpertPart] = field(default_factory=dict)
     passed_by: set[tuple[int, int]] = field(default_factory=set)
-    """Each (layer, expert) that had no holder in the forward, so that there is no backward through it."""
+    """Each (layer, expert) that no holder served in the forward, so that the backward leaves this expert out."""
 
     def part(self, expert: int) -> ExpertPart:
         return self.parts.setdefault(expert, ExpertPart())

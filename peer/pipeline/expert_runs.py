@@ -12,13 +12,13 @@ from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
 """The most open runs of one microbatch by one sender, since each has a gradient as large as the expert. An honest
-sender may have one that it still reports and one that runs; it gave up those in between without a report."""
+sender may have one run to report, one in progress, and between these two some that it gave up without a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch: run number `passage` of the stage member `source`, counted within its start
-    `incarnation`."""
+    """One run of a microbatch. Its sender, the stage member `source`, numbers its own replicas (`incarnation`), and the
+    runs of each replica (`passage`)."""
 
     microbatch: Microbatch
     source: PeerID
@@ -32,7 +32,7 @@ class OpenRun:
 
     Args:
         gradient_N: the gradient of the expert's weights so far; None: the group has the microbatch's gradient already.
-        weights: the weights at the run's beginning, which the strategy against staleness may need.
+        weights: the expert's weights when the run began, which the strategy against stale weights may need.
     """
 
     gradient_N: Tensor | None
@@ -70,8 +70,8 @@ class OpenRuns:
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
         """End a run, so that its gradient can be contributed, or `zero_N` if the run brought no token.
 
-        Args: version: the holder's version; keeps_weights: the strategy needs the weights of the run.
-        Returns: the staleness in steps; None: the run adds nothing.
+        Args: version: the holder's version; keeps_weights: the strategy needs the weights that the run used.
+        Returns: the run's staleness in steps; None: the run adds nothing to the sum.
         """
         opened = self._open.pop(run, None)
         if self._contributions.has(run.microbatch) or run.microbatch.step < version:

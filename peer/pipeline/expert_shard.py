@@ -42,7 +42,7 @@ class ExpertShard(Shard):
         return self._swiglu(layer, layer_layout(self.spec.model, self._key(layer)).views(flat_N), x_ND)
 
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
-        """Return the tokens' gradient, float32 [N, D]. Add the weights' gradient to the run's, once for each layer.
+        """Return the tokens' gradient, float32 [N, D]. Add the weights' gradient to the run's gradient, once per layer.
 
         Args: wanted: the group lacks the microbatch's gradient; only the value at a run's first backward counts.
         """
@@ -73,10 +73,7 @@ class ExpertShard(Shard):
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
         """End a run, so that its gradient can be contributed. A run without tokens contributes zeros if `wanted` (the
-        group lacks the microbatch), else nothing.
-
-        Returns: the staleness in steps; None: the run adds nothing.
-        """
+        group lacks the microbatch), else nothing. Returns: the run's staleness in steps; None: the run adds nothing."""
         zero_N = None
         if wanted and self.open_runs.get(run) is None:
             zero_N = self._zero_gradient()

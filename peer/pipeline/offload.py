@@ -26,8 +26,7 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """Offloads tensors of one peer from the `device` of its jobs. Once begun, offloading goes on for the peer's next
-    replica."""
+    """Offloads tensors of one peer from the `device` of its jobs. Once begun, offloading goes on in later replicas."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

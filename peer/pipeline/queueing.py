@@ -8,9 +8,9 @@ from shoal.protocol.identity import PeerID
 class LinkQueues:
     """Estimates queueing times of messages of one size, for several peers.
 
-    The quickest message to a peer is assumed to have had the link to itself; every other message waited for the time
-    that it took longer. A link that became slower for good therefore looks like a link with a queue. This does no harm:
-    if such a link is the bottleneck, one message is on it and one waits behind.
+    The quickest message to a peer is assumed to have had the link to itself, and every other message to have waited for
+    the time that it took longer. A link that became slower for good therefore looks like a link with a queue. This does
+    no harm: if such a link is the bottleneck, one message is on it and one waits behind.
     """
 
     def __init__(self) -> None:

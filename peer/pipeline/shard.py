@@ -57,7 +57,7 @@ class _Step:
 
 
 class How(TypedDict, total=False):
-    """Those arguments of `Shard` that say how a peer uses its device, with the same defaults."""
+    """Keyword arguments of `Shard` that say how a peer uses its device; the defaults are those of `Shard`."""
 
     device: Required[torch.device]
     dtype: torch.dtype
@@ -69,7 +69,7 @@ class How(TypedDict, total=False):
 class Shard:
     """The layers `keys` of one replica: state, weights and gradients. Subclasses compute forward and backward.
 
-    Jobs run on the device's one thread. `contribute` and `gradient_sum` run on the event loop's, and touch no tensor.
+    Jobs run on the device's one thread; `contribute` and `gradient_sum` run on the event loop and touch no tensor.
 
     **A step takes the state apart.** Old and new state together would be a peer's largest use of memory, so each
     layer's old state is freed as soon as its new state exists. During a step `state` is None. A step that runs out of
@@ -79,7 +79,7 @@ class Shard:
     Args:
         dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that runs the optimizer; None: `device`.
-        vectors: the arithmetic on gradients in host memory; None: the usual one. A modelled peer passes its own.
+        vectors: the arithmetic on gradients in host memory; None: the usual one. A simulated peer passes its own.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Shard:
         self._offload = offload or Offload(device)
         self.vectors = vectors or Vectors(torch.device("cpu"), sums=spec.wire.sums)
         self.state: StageState | None = None
-        """None before the first state has arrived, and during a step."""
+        """The committed state; None before the first state has arrived, and during a step."""
         self._version = -1
         self._light: WeightSet | None = None
         self._step: _Step | None = None
@@ -139,7 +139,7 @@ class Shard:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, which comes from the run's seed, a group member or a snapshot. Keep the sums of open steps."""
+        """Use `state`, from the run's seed, a group member or a snapshot. Keep the sums of uncommitted steps."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -147,7 +147,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of open steps."""
+        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of uncommitted steps."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -218,9 +218,9 @@ class Shard:
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). The sum is
-        corrected for the weights at which the gradients were taken, if the strategy corrects and `step` is the current
-        version. (If a round begins before our own step to that version has ended, we do not know its weights.)
+        """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). If the
+        strategy corrects and `step` is the current version, the sum is corrected for the weights at which the gradients
+        were taken. (If a round begins before our own step to that version has ended, we do not know its weights.)
 
         Returns: a function for any thread but the event loop's: float32 [N] on the CPU; None: our step has begun.
         """
@@ -311,7 +311,7 @@ class StageShard(Shard, ABC):
     """
 
     flop: JobFlop
-    """Floating-point operations of a job, or of its first part."""
+    """Floating-point operations of a job; of a job that calls experts on other peers, those of one part."""
 
     def __init__(
         self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, corpus: Corpus | None, **how: Unpack[How]
@@ -321,16 +321,17 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, the
-        previous stage's format for activations."""
+        """Send activations in the format `leaving`. Send gradients in the format that the run pairs with `coming`, the
+        format of the activations that arrive."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod
     def forward(self, microbatch: Microbatch, payload: Payload | None, *, contributes: bool = True) -> Any:
         """Run the forward of a stage that is not the last. Return the activation for the next stage.
 
-        Args: payload: the activation; None at stage 0, which reads the data; contributes: False: this replica need not
-        collect the gradient, because another member's sum has it.
+        Args:
+            payload: the activation; None at stage 0, which reads the data.
+            contributes: False: do not collect this microbatch's gradient, because another member's sum already has it.
         """
 
     @abstractmethod

@@ -53,7 +53,7 @@ class _Context:
     """The forward's weights, their leaves, and the output [B, T, D] with its graph; None: the backward repeats the
     forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
-    """If the backward runs layer by layer: the forward's weights, their leaves, and each layer's input."""
+    """If the backward runs layer by layer: (the forward's weights, their leaves, each layer's input); else None."""
 
 
 class StageRuntime(StageShard):
@@ -66,7 +66,7 @@ class StageRuntime(StageShard):
         super().__init__(spec, keys, first_layer=first_layer, corpus=corpus, **how)
         self._rotary = llama.rotary_tables(spec.model, self.device)
         self.compiled = compiled_layers(spec, self.device, self.dtype)
-        """None: the layers run uncompiled."""
+        """The compiled layers; None: this stage's layers run uncompiled."""
         self._contexts: dict[Microbatch, _Context] = {}
         self._by_layer = spec.recomputes_by_layer
         self.flop = stage_flop(spec, self.keys)
@@ -155,7 +155,7 @@ class StageRuntime(StageShard):
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)
 
     def make_room(self) -> None:
-        """Free the graphs of open microbatches: their backwards repeat the forward. From now on go layer by layer."""
+        """Free the graphs of all microbatches: their backwards repeat the forward. From now on go layer by layer."""
         self._by_layer = True
         for microbatch, context in list(self._contexts.items()):
             context.x.grad = None

@@ -75,7 +75,7 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, _Graph] | None
-    """None: the backward repeats the forward."""
+    """The forward's weights, their leaves and its graph; None: the backward repeats the forward."""
 
 
 class StageTrunk(StageShard):

@@ -19,7 +19,7 @@ class WeightSet:
     version: int
     """The version from which the set was made."""
     num_seen: int = 0
-    """The number of gradients of open steps from which the set was made."""
+    """The number of gradients, of steps not yet committed, that the strategy used to make the set."""
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
@@ -57,10 +57,10 @@ class Places:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class OpenSum:
-    """A member's sum of gradients of an open step at one moment. The sum does not change while it is referenced."""
+    """A member's sum of the gradients of an uncommitted step. It does not change while it is referenced."""
 
     sum_N: Tensor
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """None: all were taken at the step's own weights, or the strategy does not need their places."""
+    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or the sum is not needed."""

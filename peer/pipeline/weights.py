@@ -34,14 +34,15 @@ from shoal.protocol.staleness import staleness_bound
 logger = logging.getLogger(__name__)
 
 FRESHER: Final = 1.5
-"""A set is made again from this many times as many gradients. A value near 1 would make one for each microbatch."""
+"""A step's weights are predicted again once this many times as many gradients are known as at the last prediction. With
+a factor near 1, each microbatch would need a new set."""
 
 
 class Weights:
     """The weights of one stage. Each call is passed the state, because another thread may load a new state.
 
     With `keep = "recompute"` no set is kept for steps ahead: each job predicts again.
-    Args: spans: layer key -> slice of the stage's flat vector; gradients: the sums of gradients of the open steps.
+    Args: spans: layer key -> slice of the stage's flat vector; gradients: sums of gradients of uncommitted steps.
     """
 
     def __init__(self, spec: RunSpec, spans: Mapping[str, slice], gradients: Contributions) -> None:
@@ -120,9 +121,9 @@ class Weights:
 
     @torch.no_grad()
     def correct(self, state: StageState, sum_N: Tensor, places: Places | None, total: int) -> None:
-        """Correct the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU, in place, for the
-        weights at which they were taken (`places`). If `places` is None, they were the step's own, and no bit
-        changes."""
+        """Correct, in place, the sum of our `total` gradients of step `state.version`, float32 [N] on the CPU. Args:
+        places: the weights at which stale gradients were taken; None: no gradient is stale, and the sum stays as it
+        is."""
         if places is None:
             return
         for key, layer in state.layers.items():
@@ -134,7 +135,7 @@ class Weights:
             sum_N[self._spans[key]] = mean_N * total
 
     def copies(self, state: StageState | None) -> int:
-        """Count the distinct parameter buffers of the stage's first layer that has any parameters."""
+        """Count the copies of the weights in memory: the distinct buffers of the first layer that has parameters."""
         pointers = {weights.params[self._first].data_ptr() for weights in list(self._alive)}
         return len(pointers | ({state.layers[self._first].param_N.data_ptr()} if state else set()))
 
@@ -177,8 +178,8 @@ class Weights:
         return self._kept(WeightSet(params, state.version, num_seen))
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> OwnGradients | None:
-        """Return our mean gradient of an open step for one layer, clipped as in the step; None: it is not finite. Args:
-        known: `layer` has this step's own weights, so the displacement of the gradients' places is known."""
+        """Return our mean gradient of an uncommitted step for one layer, clipped as in the step; None: it is not
+        finite. Args: known: `layer` has the step's own weights, so the displacement from these weights is known."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

@@ -51,7 +51,7 @@ class ActivationWire:
         self._shape_BT = self._shape_BTW[:2]
         self._numel = math.prod(self._shape_BTW)
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
-        """Bytes of an activation's payload without labels -> its format; `_gradients` is the same for gradients."""
+        """Size of an activation's payload without labels -> its format; `_gradients` does this for gradients."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
         self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
@@ -60,8 +60,8 @@ class ActivationWire:
         """Bytes of the labels of an activation, including the tokens of a subspace model."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`, and gradients in the format that belongs to `coming`, the previous
-        stage's format for activations. Both arguments are formats of `WireSpec.forward`."""
+        """Send activations in the format `leaving`. Send gradients in the format that the run pairs with `coming`, the
+        format of the activations that arrive. Both arguments are formats of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property

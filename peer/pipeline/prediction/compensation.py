@@ -24,7 +24,8 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class OwnGradients:
-    """A member's own gradients of one open step t. Both tensors are means over the same microbatches, and read-only."""
+    """A member's own gradients of one step t that is not committed yet. `gradient_N` and `displacement_N` are means
+    over the same microbatches; both are read-only."""
 
     gradient_N: Tensor
     """The mean gradient, clipped as in the step: float32 [N]."""
@@ -33,7 +34,7 @@ class OwnGradients:
 
 
 Seen = Sequence[OwnGradients | None]
-"""This member's gradients of each step from the layer's version on; None: it has no gradient of that step."""
+"""This member's gradients of each step from the layer's version on; None: the member has none of that step."""
 
 
 class Compensation(ABC):
@@ -43,7 +44,7 @@ class Compensation(ABC):
     predicts: ClassVar[bool] = True
     """True: `weights` makes a new tensor. False: it returns the layer's own parameters."""
     sees: ClassVar[bool] = False
-    """True: `weights` uses this member's gradients of the open steps, and more of them give better weights."""
+    """True: `weights` uses this member's gradients of uncommitted steps, and improves with each further gradient."""
     corrects: ClassVar[bool] = False
 
     def __init__(self, optimizer: str) -> None:
@@ -53,7 +54,7 @@ class Compensation(ABC):
         """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
         At staleness 0 (or less, if a microbatch runs again) every strategy returns `layer.param_N` itself.
-        Args: seen: our gradients of the open steps; needed only if `sees`.
+        Args: seen: our gradients of the steps not yet committed; needed only if `sees`.
         """
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 

@@ -20,7 +20,7 @@ class PipeOptim(Compensation):
 
 
 class SpecTrain(Compensation):
-    """ŵ = w - lr s m: along the momentum m, over the s steps that are missing. The backward predicts anew with its s.
+    """ŵ = w - lr s m: s steps along the momentum m. The backward predicts again, with its own staleness s.
 
     Source: SpecTrain (Chen et al., 2018, arXiv 1809.02839), equations 3 and 4, made for SGD with momentum. Adam's first
     moment is a mean of gradients, so lr s m is far shorter than Adam's movement.
