@@ -94,7 +94,7 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> bytes of a finished chunk in few bits, since encoding the mean again would round it
+        """First element -> encoded bytes of a finished chunk in few bits: to encode the mean again would round it
         again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
@@ -130,7 +130,7 @@ class Reduction:
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
-        """Yield our contribution to the part that `peer` owns; nothing before our sum is made."""
+        """Number of pieces received from other members, without repeats."""
         if self._me not in self._contributors or self._sum_N is None:
             return
         rank = self._peers.index(peer)
@@ -157,8 +157,8 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors left out; after its run, call
-        `added`."""
+        """Return a function that adds up these chunks and returns the contributors that it left out for invalid
+        numbers. After its run, call `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 
@@ -174,9 +174,9 @@ class Reduction:
         return self._for_all(chunks)
 
     def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
-        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean; None
-        for a repeat, since the optimizer may be reading the first copy. If the function returns True, call `taken`;
-        else the chunk has an invalid number: call `refused`. Raises: RemoteError: no chunk of the sender's part."""
+        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean. If it
+        returns True, call `taken`; else the chunk has an invalid number: call `refused`. Return None for a repeat,
+        since the optimizer may be reading the first copy. Raises: RemoteError: not a chunk of the sender's part."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
@@ -250,7 +250,7 @@ class Reduction:
         return left_out
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
-        """Return the seed that rounds a contribution to `chunk` or, if `contributor` is None, the chunk's mean."""
+        """Return the seed for rounding a contribution to `chunk` or, if `contributor` is None, the chunk's mean."""
         words = f"{self.start.stage} {self.start.step} {chunk} {contributor or 'mean'}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

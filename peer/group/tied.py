@@ -73,7 +73,7 @@ class _Given:
     """The gradient of the matrix that one end sends to the other end."""
 
     values_n: Tensor
-    """float32 [n], as the receiver decodes them."""
+    """The gradient, float32 [n], with the values that the receiver decodes."""
     form: WireFormat
     is_whole: bool
     """True for the sum of both ends' gradients, False for one end's."""
@@ -87,7 +87,7 @@ class _Fetch:
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes. They are decoded last: the answer that names their format may arrive after them."""
+    """First element -> bytes. Pieces are decoded last: the offer that names their format may come after them."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
 

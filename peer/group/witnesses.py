@@ -61,7 +61,7 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """Sign `state` if some member lacks it, else drop all states and signatures. Call this after a step or plan."""
+        """Version -> (state, root: the digest of the whole state, which we sign)."""
         core = self._core
         if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")

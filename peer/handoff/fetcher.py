@@ -32,9 +32,9 @@ _REFUSED_S = 1.0
 """Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
 is fetching for itself."""
 _OTHERS_S_FIRST = 2.0
-"""A holder is asked for ranges that group peers or carriers should bring only after it has had time to send one range
-to each fetching peer; before its first range has come, that time is taken to be this long. If it were asked sooner, it
-would send the same bytes twice, and if a layer has only a few ranges, all fetching peers wait for its uplink."""
+"""Seconds before a holder is also asked for ranges that group peers or carriers should bring, until its first range
+shows how long it needs to send one range to each fetching peer. If the holder were asked sooner, it would send the same
+bytes twice, and if a layer has only a few ranges, all fetching peers wait for its uplink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Unfinished:
     version: int
     digest: str
     tensors: tuple[Tensor, Tensor, Tensor]
-    """Parameters and moments at full length; filled where a range is `here`."""
+    """Parameters and moments at full length, of which only the ranges in `here` are filled."""
     here: set[tuple[int, int]]
     """(Tensor, first element) of the ranges that have arrived."""
 
@@ -114,8 +114,8 @@ class StateFetcher:
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if we did not request all of it from its holders ourselves; False: from now on we must, since
-        the layer has failed its check."""
+        """Layer -> True if group peers or carriers brought a part of it; False if it has failed its check, so that we
+        must request all of it from its holders."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -429,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that has only one holder, which sends us the first ones; None: none has."""
+        """Return the last range in `todo` with only one holder, which sends us the first ones; None: there is none."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -438,7 +438,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return for how many seconds after the fetch began `holder` is asked for none of the helpers' ranges."""
+        """Return for how many seconds after the fetch began we ask `holder` for none of the helpers' ranges."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 
@@ -447,7 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of the layer."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder sent the whole layer."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -40,11 +40,12 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
-"""Seconds that a pin lasts after its last request, but no longer than `PINNED_S_MAX` in all."""
+"""Seconds for which a requested version stays pinned (kept in memory for the peers that fetch it) after its last
+request. `PINNED_S_MAX` limits the whole time."""
 TRAINED = -1
-"""Stands for a stored era: the state that is trained here now."""
+"""Value of `stored_era` in a request: the state that is trained here now."""
 INITIAL = -2
-"""Stands for a stored era: the parameters that the run begins with, as version 0 without moments."""
+"""Value of `stored_era` in a request: the parameters that the run begins with, as version 0 without moments."""
 
 _GRADIENT_WAIT_S = 4.0
 """The longest time that a request waits for the reduced gradient of a future step."""
@@ -56,7 +57,7 @@ _RELAY_WAIT_S = 2.0
 """The longest time that a request waits for a range that we are fetching; then it may go to another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
-"""Longest time for which the sending of copies waits for the first step of a layout."""
+"""The longest time for which copies wait for the first step of a layout before they are sent."""
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
@@ -74,27 +75,28 @@ class _Pin:
         self.num_sending = 0
         """Number of ranges being sent. On a busy line a range may take longer than `PINNED_S`."""
         self.is_asked_for = False
-        """Another peer has asked for it, so that the pin counts against the limits. Our own pins are not limited."""
+        """Another peer has asked for this version, so it counts against the limits. Our own pins are not limited."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
         """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""
         self.signatures: Signatures = ()
         """Signatures of this version by members of the group, which newcomers check."""
         self.is_replayed = False
-        """A newcomer fetches it, and will replay the steps after it."""
+        """A newcomer fetches this version, and will replay the steps after it."""
         self.left: dict[PeerID, int] = {}
         """Peer -> number of offered elements that it has not received yet."""
         self.served: set[PeerID] = set()
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Keep the layers longer, because a peer asked for them, but no longer than the maximum age."""
+        """Keep the layers `PINNED_S` longer, up to `PINNED_S_MAX` in all; if learners follow them, `PINNED_S_MAX`
+        longer."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if no peer has asked for the layers lately, or if they have been kept for too long."""
+        """True if no peer has asked for the layers lately. Ranges being sent keep them until `PINNED_S_MAX` is over."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -341,7 +343,7 @@ class StateServer:
         layers: Mapping[str, LayerState],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        """Offer the requested layers of version `key`. Args: layers: the layers that may not be pinned yet."""
+        """Offer the requested layers of version `key`. Args: layers: those that may have to be pinned first."""
         wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:

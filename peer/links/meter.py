@@ -177,7 +177,7 @@ class LinkMeter:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A mark of the present traffic: read it before a probe, and pass it to `probed` as `since`."""
+        """Counts that show if other traffic begins: read them before a probe, and pass them to `probed` as `since`."""
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:

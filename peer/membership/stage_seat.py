@@ -13,7 +13,8 @@ logger = logging.getLogger(__name__)
 
 
 class StageSeat:
-    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era as replicas do."""
+    """Gives one peer its place in a stage. Args: experts: places of its experts, which end with an era as replicas
+    do."""
 
     def __init__(self, services: Services, experts: ExpertSeats) -> None:
         self._s = services
@@ -33,8 +34,8 @@ class StageSeat:
         self._replica = self._s.parts.stage = replica
 
     def obey(self, before: Plan, plan: Plan) -> None:
-        """Have a draining replica follow `plan` at once. `_follow` is still waiting for the drain, and the drain may be
-        waiting for members that only this plan names."""
+        """Have a draining replica follow `plan` at once. The change of place waits until the drain has ended, and the
+        drain may be waiting for members that only this plan names."""
         if self.replica and self.replica.is_draining:
             self.replica.depart(plan)
             self._recall(before, plan)

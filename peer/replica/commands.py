@@ -33,9 +33,9 @@ class AnnouncePresence:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add a microbatch's gradient to the sum of its step; if `counted.held_out` and there is room, keep it apart from
-    the sum. Then pass `counted` to the core as an event: its `held_out` says what was done. If the step is over, pass
-    nothing."""
+    """Add a microbatch's gradient to the sum of its step; but if `counted.held_out` and there is room, keep the
+    gradient apart from the sum. Then pass `counted` to the core as an event, whose `held_out` says which was done. If
+    the step is over, pass nothing."""
 
     counted: GradientCounted
     retried: bool
@@ -147,7 +147,7 @@ class TellValidation:
 
 @dataclass(frozen=True, slots=True)
 class ReportValidation:
-    """All validation microbatches of a version are back."""
+    """Report the validation of a version to the coordinator: the losses of all its microbatches are here."""
 
     report: ValidationReport
 

@@ -61,7 +61,7 @@ class ReplicaCore(MemberCore):
         self.pipeline = pipeline
         """Other modules read it; only this core changes it."""
         self._queue = queue
-        """None: not stage 0."""
+        """The microbatches to claim and grant; None: our stage is not stage 0."""
         self._queue_due_s = queue.next_timer_s() if queue is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()

@@ -141,13 +141,14 @@ class GroupCore(GroupView):
         return [*self._tell_open_steps(), *self._leader_may_have_changed(now_s)]
 
     def take_traffic(self, is_open: bool, *, now_s: float) -> list[CommitCommand]:
-        """Begin or end to take traffic. A closed member leads only if all full members are closed; its contributions
-        are still committed."""
+        """Begin or stop to accept microbatches. A closed member leads only if all full members are closed; its
+        contributions are still committed."""
         self.set_open(is_open)
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Record, at stage 0, a microbatch granted to us. `retried`: it runs again, perhaps unknown to the leader."""
+        """Record, at stage 0, a microbatch granted to us. `retried`: it runs again, and the leader may not know
+        that."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -190,9 +191,9 @@ class GroupCore(GroupView):
         would block every reduction.
 
         Args:
-            ready, is_open: the member takes part, and takes traffic.
+            ready, is_open: the member takes part in rounds; the member accepts microbatches.
             drains: the member is leaving; perhaps plans dropped it before we joined.
-            has_moved: the plan gives the member a place elsewhere.
+            has_moved: the plan gives the member another place.
         """
         if self.is_barred(peer):
             return []

@@ -38,15 +38,15 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
     begins_at: int = 0
-    """First version of the generation. Stage 0's leader makes all grants of that step itself: it knows all losses."""
+    """First version of the generation. Stage 0's leader makes all grants of that step, so it knows all losses."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
     """When to ask for everything that is missing, unless a contribution arrives before.
 
-    It is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
-    step. If something may be lost, it is sooner, and requests are repeated at growing intervals: stage 0 refuses to run
-    again what is on its way back to it, and the peer that sent that may be dead.
+    This is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
+    step. If work may be lost, it is sooner, and later requests come at growing intervals: stage 0 declines to repeat a
+    microbatch that is on its way back to it, but the peer that has this microbatch may be dead.
     """
     _patience_s: float = field(init=False, default=STALL_S_FIRST)
     _version_since_s: float = field(init=False, default=0.0)

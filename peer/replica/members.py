@@ -39,7 +39,7 @@ class Mate:
 class MembershipView:
     """One member's view of its group: the members that the plan names, and what each has announced about itself.
 
-    The derived fields (`leader` and its neighbours) are computed anew after each change.
+    The fields from `in_plan` to `is_leader` are derived: they are computed anew after each change.
     """
 
     me: PeerID
@@ -102,12 +102,12 @@ class MembershipView:
         return now_s < self._dropped_s(peer) + DRAINING_S_MAX
 
     def overstayed(self, now_s: float) -> list[PeerID]:
-        """Return the draining members that should be gone."""
+        """Return the members that still drain `DRAINING_S_MAX` seconds after a plan dropped them."""
         return [peer for peer in self.draining if not self.may_drain(peer, now_s)]
 
     @property
     def overstays_at_s(self) -> float:
-        """The time by which the first of the draining members should be gone; there must be a draining member."""
+        """The time at which the first draining member must be gone; there must be a draining member."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:

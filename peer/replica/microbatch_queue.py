@@ -97,9 +97,9 @@ class _Halt:
     been away."""
 
     ends_s: float
-    """The latest end, with all renewals."""
+    """The latest time at which the halt ends, with all renewals."""
     until_s: float = -math.inf
-    """The end unless the member renews the halt; -inf: the halt is over."""
+    """Time at which the halt ends unless the member renews it; -inf: the halt is over."""
 
     @property
     def is_open(self) -> bool:
@@ -136,12 +136,12 @@ class MicrobatchQueue:
     """Asker of repairs -> time from which its repairs so far no longer exceed their share of all work
     (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
-    """The time at which repairs beyond that share were last admitted, because the run stood still."""
+    """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _asked: _Since | None = field(init=False, default=None)
     """The leader that we have asked for microbatches, and the time of asking."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
-    """Seconds from claim to answer, recently. The quickest answer did not wait until something could be granted."""
+    """Recent seconds from claim to answer. The least are the round trip of a claim that did not have to wait."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """The time to serve the open claims: the end of the event loop's turn in which something has changed."""

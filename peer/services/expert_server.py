@@ -60,7 +60,7 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage: its holder's computation. Args: upwards: our membership in the expert's group.
+    """One expert of a stage, and its computation here. Args: upwards: our membership in the group of its holders.
 
     `version` changes only on the event loop's thread."""
 
