@@ -168,7 +168,7 @@ class Reduction:
         return add
 
     def added(self, chunks: Iterable[int]) -> list[Outgoing]:
-        """Record that `chunks` are added up. Return them, finished, addressed to every other member."""
+        """Record that `chunks` are added up. Return each finished chunk once for every other member."""
         for chunk in chunks:
             self._done_with(chunk)
         return self._for_all(chunks)

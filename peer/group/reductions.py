@@ -157,7 +157,7 @@ class Early:
         return sum(len(pieces) for rounds in self._kept.values() for pieces in rounds.values())
 
     def keep(self, mate: PeerID, piece: Piece, payload: Payload) -> None:
-        """Keep a piece. Raises: RemoteError: it is too large, or the sender sent more pieces than a round has."""
+        """Keep a piece. Raises: RemoteError: the piece is too large, or its sender sent more than a round has."""
         if len(payload) > self.piece_bytes_max:
             raise RemoteError(mate, f"sent {len(payload)} bytes as a piece of a round")
         rounds = self._kept.setdefault(mate, {})

@@ -108,7 +108,7 @@ class StateFetcher:
         self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
-        """The relay's group peers that are reachable."""
+        """The reachable ones of the group peers, which fetch the same layers as we do."""
         self._carriers: list[PeerID] = []
         """Peers to ask to fetch ranges from a single holder for us."""
         self._took_s: dict[PeerID, float] = {}

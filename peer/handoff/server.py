@@ -89,8 +89,7 @@ class _Pin:
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Keep the layers `PINNED_S` longer, up to `PINNED_S_MAX` in all; if learners follow them, `PINNED_S_MAX`
-        longer."""
+        """Keep the layers `PINNED_S` longer, `PINNED_S_MAX` in all; if learners follow them, `PINNED_S_MAX` longer."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX

@@ -102,7 +102,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if the plan names a member that has yet to fetch our layers, or if a plan with one may still come."""
+        """True if the plan names a member that has yet to fetch our layers, or a plan that names one may still come."""
         plan = self._plans.newest
         if plan is None:
             return False

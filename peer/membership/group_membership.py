@@ -77,7 +77,7 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
 
 
 Renew = Callable[[], None]
-"""Begins our membership anew; called when its state differs from the group's."""
+"""Make the part of a member's core that decides on commits. Args: has_loss: True in the last stage's group."""
 
 
 class GroupMembership(ABC):
@@ -204,8 +204,7 @@ class GroupMembership(ABC):
 
     @property
     def learner_layers(self) -> tuple[int, int] | None:
-        """The pair (layers with their state here, layers of the group), as counts, while we are a learner; else
-        None."""
+        """(Layers with their state here, layers of the group), as counts, while we are a learner; None: we are none."""
         return self._light.num_layers if self._light is not None and self.is_learner else None
 
     @property

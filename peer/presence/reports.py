@@ -40,7 +40,7 @@ class Reports:
     def __init__(self, endpoint: Endpoint, clock: Clock, plans: Plans, watcher: Watcher) -> None:
         self._endpoint, self._clock, self._plans, self._watcher = endpoint, clock, plans, watcher
         self._commits: list[tuple[CommitReport, float]] = []
-        """(report, time of the commit)."""
+        """Reports not yet sent, each as (report, time of the commit)."""
         self.validations: deque[ValidationReport] = deque(maxlen=1)
         self._unsound: set[PeerID] = set()
 

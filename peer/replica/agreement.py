@@ -41,7 +41,7 @@ class Agreement:
     own: tuple[Digest, ...] = ()
     """Our digest of our present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> time at which we first saw that we are past it."""
+    """Step -> time at which we first saw that we are past that step."""
     next_s: float = math.inf
     """Time from which a round's digests may be compared although some are missing."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
@@ -107,7 +107,7 @@ class Agreement:
         has_ended: bool = False,
     ) -> list[RoundStart]:
         """Return the rounds up to `version` whose digests can be compared now: each member has sent one, is gone or
-        overdue.
+        late.
 
         A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.

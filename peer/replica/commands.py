@@ -122,8 +122,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it reports
-    it."""
+    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports that."""
 
     peer: PeerID
     microbatch: Microbatch

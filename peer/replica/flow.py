@@ -121,7 +121,8 @@ class Window:
             self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
-        """Drop microbatch `key` without a sample: it was lost, or did not pass through the whole pipeline."""
+        """Stop timing microbatch `key`, and measure nothing: it was lost, or did not pass through the whole
+        pipeline."""
         self._sent.pop(key, None)
 
 

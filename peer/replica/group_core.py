@@ -118,7 +118,8 @@ class GroupCore(GroupView):
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
-        """Follow a plan. Args: former: peers that only recent plans name in the group; they may still drain."""
+        """Follow a plan. Args: former: peers that recent plans, but not this one, name in the group; they may still
+        drain."""
         before = self.group_peers
         self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
         self._losses.begins_at = plan.restore_version
@@ -147,8 +148,7 @@ class GroupCore(GroupView):
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Record, at stage 0, a microbatch granted to us. `retried`: it runs again, and the leader may not know
-        that."""
+        """Record, at stage 0, a grant to us. `retried`: the microbatch runs again; the leader may not know that."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -395,7 +395,7 @@ class GroupCore(GroupView):
 
     @property
     def _whole(self) -> set[PeerID]:
-        """All members, ourselves included, that hold the state by their own report."""
+        """All members, ourselves included, that have reported that they hold the whole state."""
         return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:

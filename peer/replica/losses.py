@@ -77,7 +77,7 @@ class Losses:
         return {step for step, claims in self._claims.items() if peer in claims}
 
     def grown(self, now_s: float) -> None:
-        """Restart the wait that leads to suspicion: a contribution has arrived."""
+        """A contribution has arrived: wait anew before suspecting a loss."""
         self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:

@@ -133,8 +133,7 @@ class MemberCore(ABC):
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """React to the loss of work that we sent to `peer`. `successor`: the peer's new incarnation; None: no
-        restart."""
+        """React to the loss of work sent to `peer`. `successor`: the peer's incarnation after a restart, or None."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:

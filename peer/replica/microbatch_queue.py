@@ -399,8 +399,8 @@ class MicrobatchQueue:
         return {peer: share / total for peer, share in shares.items()}
 
     def _due(self, source: PeerID, share: float, everyone: Sequence[PeerID]) -> dict[int, int]:
-        """Return how many microbatches of each open step may be granted to a member with that share. A member that has
-        become slow gets no more of a step than it can compute while the others compute the rest."""
+        """Return how many microbatches of each open step may be granted to a member with the share `share`. A member
+        that has become slow gets no more of a step than it can compute while the others compute the rest."""
         control = self.demand.control
         last = self.book.version + (control.steps_ahead if control is not None else math.inf)
         held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
@@ -418,7 +418,7 @@ class MicrobatchQueue:
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return how many microbatches of a step a member with that share may compute, however many are left."""
+        """Return how many microbatches of a step a member with this share may compute, however many are left."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 

@@ -14,7 +14,7 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A laggard is tried again after this multiple of its time, so waiting for it costs at most a twentieth of all time."""
+"""A far too slow replica is tried again after this multiple of its time: waiting for it costs 1/20 of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
@@ -45,7 +45,8 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time: its next trial comes after at least twice the last wait."""
+        """Record that the peer has not answered in time: its average at least doubles, and so does the wait for a
+        trial."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
