@@ -57,8 +57,8 @@ Between = Callable[[Tensor, Microbatch, int], Tensor]
 """Called between two decoder layers: (output of the first, microbatch, number of the second) -> input of the second."""
 
 OnBackward = Callable[[Microbatch, Mapping[str, Params]], None]
-"""Called after the backward of a microbatch with (the microbatch, all parameters by layer key and tensor name). Its
-gradient, divided by the M microbatches of a step, has been added to the `grad` of the parameters."""
+"""Called after the backward of a microbatch with (the microbatch, all parameters by layer key and tensor name). The
+microbatch's gradient, divided by the M microbatches of a step, has been added to the `grad` of the parameters."""
 
 
 def train(

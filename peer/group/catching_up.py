@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 Answer = Literal["taken", "on its way", "nothing"]
-"""The result of a request: the gradient has arrived; pieces of its round are on their way to us instead; the other
-member does not have the gradient yet."""
+"""The result of a request. Taken: the gradient has arrived. On its way: pieces of its round are on their way to us
+instead. Nothing: the other member does not have the gradient yet."""
 
 
 @dataclass(slots=True)

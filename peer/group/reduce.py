@@ -10,7 +10,7 @@ Numbers travel in the format `RoundStart.form`. If this format is narrower than 
 it sends the mean, and steps with the rounded mean itself. In formats of few bits (`kernels/codec`) rounding is
 stochastic, so that it is unbiased without error feedback, and no residual is lost with a member.
 
-A part's owner leaves a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` out of its chunk; all
+A part's owner drops a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` from the chunk; all
 members get the same bytes. Members refuse a finished chunk with a number that is not finite or beyond `REDUCED_MAX`. If
 another member got a valid chunk, it gives us the mean; otherwise the round stands still and is made again without the
 member that sent the chunk (`peer/membership/group_membership.py`).
@@ -99,7 +99,7 @@ class Reduction:
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
-        """Number of new pieces from other members."""
+        """Number of pieces received from other members, without repeats."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
 
     @property
@@ -130,7 +130,7 @@ class Reduction:
         return [chunk for chunk in self._chunks(self._rank) if self._is_due(chunk)]
 
     def scatter_to(self, peer: PeerID) -> Iterator[Outgoing]:
-        """Number of pieces received from other members, without repeats."""
+        """Yield our contribution to the part that `peer` owns; nothing before our sum is made."""
         if self._me not in self._contributors or self._sum_N is None:
             return
         rank = self._peers.index(peer)

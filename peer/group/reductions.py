@@ -26,7 +26,8 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
 class Reductions:
-    """Rounds by step. Args: retained_from: returns the oldest version from which a newcomer still replays steps."""
+    """One member's rounds, by step. Args: retained_from: returns the oldest version from which a newcomer still replays
+    steps."""
 
     def __init__(self, core: GroupView, runtime: Shard, *, retained_from: Callable[[], int]) -> None:
         self._core = core
@@ -43,7 +44,7 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> encoded pieces of its gradient, if the round sent few bits: an eighth of the bytes to send."""
+        """Step -> encoded pieces of its reduced gradient, if its round sent few bits: an eighth of the bytes."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -93,7 +94,8 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: its encoded pieces."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: we fetched it; pieces: its encoded
+        pieces."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -189,9 +191,9 @@ class Early:
 
 
 PRESS_S = 5.0
-"""Seconds without progress after which a round has lost a message, or its pieces wait behind activations."""
+"""Seconds without progress after which a round must have lost a message, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""Seconds after the last piece for which we believe members that say that theirs have not left: they may lie."""
+"""Seconds after the last piece until we stop believing members that their pieces have not left: they may lie."""
 
 
 @dataclass(slots=True)
@@ -234,7 +236,7 @@ class Pressing:
 AWAY_S: Final = 600.0
 """Seconds in which a learner that went away must be back, with weights loaded and its layers at the group's version."""
 STEPS_MAX: Final = 4
-"""Gradients of at most this many steps are kept for absent learners, in float32."""
+"""Gradients of this many steps at most are kept for absent learners (in float32), as for the next layout's peers."""
 
 
 class AbsentLight:

@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
-"""Timeout of a request. Between tries we check whether the plan has dropped the peer."""
+"""Seconds that a request waits for its answer. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
 """A member refuses a request of the other end if its own round does not end within this time, so that the sender can
-ask another member, which may be further."""
+ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
 """A member of the other end that has been silent for this long is assumed to get the sum from its group."""
 

@@ -50,7 +50,7 @@ class Witnesses:
         self._outbox = Outbox(endpoint)
         self._attestations = Attestations()
         self._kept: dict[int, tuple[Witnessed, str]] = {}
-        """Version -> (state, root)."""
+        """Version -> (state, root: the digest of the whole state, which we sign)."""
         self._signing: set[int] = set()
 
     def install(self) -> None:
@@ -61,7 +61,7 @@ class Witnesses:
         self._kept.clear()
 
     def look(self, state: StageState | None) -> None:
-        """Version -> (state, root: the digest of the whole state, which we sign)."""
+        """Sign `state` if some member lacks it, else drop all states and signatures. Call this after a step or plan."""
         core = self._core
         if core.ready and state is not None and set(core.group_peers) - set(core.full_members):
             self._tasks.spawn(self._sign(state), f"sign version {state.version}")

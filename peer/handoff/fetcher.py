@@ -32,9 +32,9 @@ _REFUSED_S = 1.0
 """Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
 is fetching for itself."""
 _OTHERS_S_FIRST = 2.0
-"""Seconds before a holder is also asked for ranges that group peers or carriers should bring, until its first range
-shows how long it needs to send one range to each fetching peer. If the holder were asked sooner, it would send the same
-bytes twice, and if a layer has only a few ranges, all fetching peers wait for its uplink."""
+"""Seconds for which a holder is not asked for ranges that group peers or carriers should bring. Its first range shows
+how long it takes to send one range to each fetching peer; that time then replaces this value. If it were asked sooner,
+it would send the same bytes twice; if a layer has few ranges, all fetching peers wait for its uplink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class Unfinished:
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Number of elements that have arrived, out of `total` (0 while holders are asked). When a layer is fetched again,
-    its count begins at zero again."""
+    """Progress of a fetch: `done` of `total` elements have arrived (`total` is 0 while holders are asked). When a layer
+    is fetched again, its count begins at zero again."""
 
     done: int = 0
     total: int = 0
@@ -108,7 +108,7 @@ class StateFetcher:
         self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
-        """The reachable ones of the group peers, which fetch the same layers as we do."""
+        """Reachable group peers, which fetch the same layers as we do."""
         self._carriers: list[PeerID] = []
         """Peers to ask to fetch ranges from a single holder for us."""
         self._took_s: dict[PeerID, float] = {}
@@ -236,8 +236,8 @@ class StateFetcher:
         return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
     def _choose(self, offers: dict[PeerID, StateOffer], only: Mapping[str, str]) -> dict[str, str]:
-        """Return each layer's digest that most holders offer. These holders become the layer's sources. Args: only:
-        layer -> the only digest that may be chosen."""
+        """Return layer -> the digest that most of its holders offer. These holders become the layer's sources. Args:
+        only: layer -> the only digest that may be chosen."""
         digests: dict[str, str] = {}
         said = {peer: dict(offer.digests) for peer, offer in offers.items()}
         for key in self._keys:
@@ -394,8 +394,8 @@ class StateFetcher:
             await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
-        """True if a holder that has refused a range still offers the same state. It may have dropped the version
-        because we requested nothing while group peers brought the ranges."""
+        """True if a holder that has refused a range still offers the same state. The holder may have dropped the
+        version because we requested nothing while group peers brought the ranges."""
         offer = (await self._ask_all([peer], self._version)).get(peer)
         named = dict(offer.digests) if offer is not None else {}
         return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)

@@ -54,7 +54,7 @@ _CARRIED_MAX = 4
 _STEP_WAIT_S = 2.0
 """The longest time that a request waits while its layers step; after it the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
-"""The longest time that a request waits for a range that we are fetching; then it may go to another peer."""
+"""The longest time that a request waits for a range that we are fetching; then its sender may ask another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
 """The longest time for which copies wait for the first step of a layout before they are sent."""
@@ -89,13 +89,15 @@ class _Pin:
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Keep the layers `PINNED_S` longer, `PINNED_S_MAX` in all; if learners follow them, `PINNED_S_MAX` longer."""
+        """Keep the layers for `PINNED_S` from now, because a peer asked for them, but for `PINNED_S_MAX` in all at
+        most. Weights that learners follow are kept for `PINNED_S_MAX` from now."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if no peer has asked for the layers lately. Ranges being sent keep them until `PINNED_S_MAX` is over."""
+        """True if no peer has asked for the layers lately. While a range is being sent, they stay up to
+        `PINNED_S_MAX`."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -234,7 +236,7 @@ class StateServer:
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
-        """True if the limits for pins let us keep this version at another peer's request."""
+        """True if the limits for pinned versions let us keep this one at another peer's request."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
         kept = (layer for pin in others for layer in pin.layers.values())

@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CHUNKS_AT_ONCE: Final = 8
-"""Chunks added up before they are sent: a thread switch for each would cost as much as adding it."""
+"""Chunks that another thread adds up in one call: a thread switch for each would cost as much as adding it."""
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
-    """Chunks that another thread adds up in one call: a thread switch for each would cost as much as adding it."""
+    """Make the part of a member's core that decides on commits. Args: has_loss: True in the last stage's group."""
     spec = services.spec
     return GroupCore(
         me=services.endpoint.peer_id,
@@ -77,7 +77,7 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
 
 
 Renew = Callable[[], None]
-"""Make the part of a member's core that decides on commits. Args: has_loss: True in the last stage's group."""
+"""Begins our membership anew; called when its state differs from the group's."""
 
 
 class GroupMembership(ABC):
@@ -204,7 +204,7 @@ class GroupMembership(ABC):
 
     @property
     def learner_layers(self) -> tuple[int, int] | None:
-        """(Layers with their state here, layers of the group), as counts, while we are a learner; None: we are none."""
+        """Numbers of (layers with their state here, layers of the group), while we are a learner; else None."""
         return self._light.num_layers if self._light is not None and self.is_learner else None
 
     @property

@@ -103,8 +103,8 @@ class Learner:
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """Lowest version of the layer that is being fetched, or of which a part is here. The layer needs the reduced
-        gradients from this version on."""
+        """Lowest version of the layer that is being fetched, or that a failed fetch left in part. The reduced gradients
+        from this version on are kept for the layer."""
 
     # --- what others see ---
 
@@ -218,8 +218,8 @@ class Learner:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Reach the newest version that most holders have: fetch weights for layers without a state here, and step the
-        layers with one. Retry until this succeeds."""
+        """Reach the newest version that most holders have: step layers whose state is here, fetch weights for the
+        others. Retry until this succeeds."""
         self._may_gather.clear()
         try:
             while True:
@@ -263,8 +263,7 @@ class Learner:
             self._news.set()  # dropped layers are fetched again
 
     async def _go_to(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Reach the newest version that most holders have: step layers whose state is here, fetch weights for the
-        others. Retry until this succeeds."""
+        """Compute with the weights of `version`. Args: params: weights of the layers without a state here."""
         gathered, vectors, keys = self._gathered, self._runtime.vectors, self._runtime.keys
 
         def make() -> dict[str, Tensor]:
@@ -362,7 +361,7 @@ class Learner:
             await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
-        """Fetch the state of the layer `key`. If an earlier fetch failed, first try to complete its version."""
+        """Fetch the state of the layer `key`. If an earlier fetch left a part, first try to complete that part."""
         begun = self._unfinished.get(key)
         if begun is not None:
             with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):

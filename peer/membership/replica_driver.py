@@ -152,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are on other peers. While the job waits for these, the device does other jobs."""
+        """Run a job whose experts are on other peers. While the job waits for answers, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -317,7 +317,7 @@ class Replica(GroupMembership):
         self.handle(events.JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
-        """Compute with `weights` from now on. Other members made the step to them, and sent no optimizer state."""
+        """Compute with newer weights from now on. They come from other members, without an optimizer state."""
         self.runtime.load_weights(weights)
         self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)

@@ -106,8 +106,7 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` whose digests can be compared now: each member has sent one, is gone or
-        late.
+        """Return the rounds up to `version` whose digests to compare now: each member has sent one, is gone or late.
 
         A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.

@@ -18,9 +18,9 @@ def voters(
 ) -> tuple[PeerID, ...]:
     """Return the peers of which more than half must have signed the state that `newcomer` fetches.
 
-    The voters are the members older than the newcomer; if it has none, the members that came with it. If these report
-    no state, the draining members vote; else the younger members, which alone may have the state if the newcomer
-    restarted at its old place. Members that report no state do not vote.
+    The voters are the members older than the newcomer or, if there are none, those that came with it. If all of these
+    report no state, the draining members vote. If none drains, the younger members vote: they alone may have the state
+    if the newcomer restarted at its old place. Members that report no state do not vote.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)

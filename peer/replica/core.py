@@ -50,11 +50,11 @@ from shoal.protocol.plan import Plan
 _OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
 _OF_THE_QUEUE: Final = frozenset(get_args(QueueEvent)) - {TimerFired}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
-"""Commands from one part to another."""
+"""Commands that one part of the core gives another part."""
 
 
 class ReplicaCore(MemberCore):
-    """One replica of a stage. Args: queue: the supply of microbatches, at stage 0; elsewhere None."""
+    """Decides for one replica of a stage. Args: queue: the supply of microbatches, at stage 0; elsewhere None."""
 
     def __init__(self, group: GroupCore, pipeline: Schedule, queue: MicrobatchQueue | None, plan: Plan) -> None:
         super().__init__(group, plan)

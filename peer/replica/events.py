@@ -409,7 +409,8 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The run has stood still for seconds: repeat messages that a member may have dropped when it lost a peer."""
+    """The run has stood still for seconds: repeat messages that a member may have dropped when it took a peer for
+    lost."""
 
 
 CommitEvent = (

@@ -121,8 +121,7 @@ class Window:
             self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
-        """Stop timing microbatch `key`, and measure nothing: it was lost, or did not pass through the whole
-        pipeline."""
+        """Stop timing microbatch `key`, without a sample: it was lost, or did not pass through the whole pipeline."""
         self._sent.pop(key, None)
 
 

@@ -8,8 +8,8 @@ Because membership is per round, replicas come and go without agreeing on a step
 average never counts a member that did not contribute to it.
 
 The leader changes with readiness and with plans, and two leaders at once would grant one microbatch twice or open two
-rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready itself, and every
-ready member names it as leader in its latest Progress. A member that names another leader has stopped acting as one,
+rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready, and the latest
+Progress of every ready member names it. A member that names another leader has stopped acting as one,
 and its Progress lists what it had granted until then. A draining member is no longer *open* and stops leading at once;
 it stays ready, and its messages count, until its contributions are committed, whether or not a plan still names it.
 
@@ -118,8 +118,7 @@ class GroupCore(GroupView):
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
-        """Follow a plan. Args: former: peers that recent plans, but not this one, name in the group; they may still
-        drain."""
+        """Follow a plan. Args: former: other peers that recent plans had in the group; they may still drain."""
         before = self.group_peers
         self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
         self._losses.begins_at = plan.restore_version

@@ -21,7 +21,7 @@ STALL_S_BEGINNING = 3.0
 first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum wait at stage 0, which would run again everything that is in the pipeline."""
+"""Minimum wait before a request at stage 0, which would run again everything that is in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)

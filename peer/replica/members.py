@@ -50,7 +50,7 @@ class MembershipView:
     """The plan's members by rank, ourselves included if it names us."""
     in_plan: bool = field(init=False, default=False)
     group_peers: tuple[PeerID, ...] = field(init=False, default=())
-    """The plan's other members, ready or not, in rank order, without the barred ones."""
+    """The plan's other members, ready or not, in rank order, without peers that we bar from the group."""
     ready_members: tuple[PeerID, ...] = field(init=False, default=())
     full_members: tuple[PeerID, ...] = field(init=False, default=())
     """The ready members that hold the full state, without ourselves."""

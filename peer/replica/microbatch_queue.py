@@ -119,7 +119,7 @@ class MicrobatchQueue:
     """We drain, pause or lag, so we claim nothing and run no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
-    """The microbatches that are granted and not yet contributed."""
+    """Microbatch that is granted and not contributed yet -> (member, time of the grant)."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
     """Step -> number of microbatches of this step given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
@@ -141,7 +141,7 @@ class MicrobatchQueue:
     _asked: _Since | None = field(init=False, default=None)
     """The leader that we have asked for microbatches, and the time of asking."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
-    """Recent seconds from claim to answer. The least are the round trip of a claim that did not have to wait."""
+    """Seconds from claim to answer, of the last claims. The least is the round trip of a claim that did not wait."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """The time to serve the open claims: the end of the event loop's turn in which something has changed."""
@@ -516,7 +516,8 @@ class MicrobatchQueue:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Check a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
+        """Check that we may serve a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no
+        layers."""
         if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):

@@ -45,8 +45,7 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time: its average at least doubles, and so does the wait for a
-        trial."""
+        """Record that the peer has not answered in time: its average, and the wait for a new trial, at least double."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -85,7 +84,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each claimant's seconds per microbatch, from the grant or, if later, its previous contribution."""
+    """Measures each member's seconds per granted microbatch, from the grant or, if later, its last contribution."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)

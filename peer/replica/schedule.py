@@ -93,7 +93,7 @@ class Flight:
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    """One replica of stage `stage` of `num_stages`.
+    """Decides what one replica of stage `stage`, of `num_stages`, computes and sends.
 
     Args:
         s_max: a microbatch of step t may run when t - version <= s_max.

@@ -50,8 +50,8 @@ def round_of(
     form: WireFormat,
     learners: Collection[PeerID] = (),
 ) -> RoundStart:
-    """Return the start of a round. Each member brings the contributions in its sum; a contribution that is only held
-    out of sums comes from the first member by rank that has it.
+    """Return the message that opens a round. Each member brings the contributions in its sum; a contribution that is
+    only held out of sums comes from the first member by rank that has it.
 
     Args:
         ranked: the round's members.
