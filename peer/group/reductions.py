@@ -26,8 +26,8 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
 class Reductions:
-    """One member's rounds, by step. Args: retained_from: returns the oldest version from which a newcomer still replays
-    steps."""
+    """One member's rounds by step. Args: retained_from: returns the oldest version from which newcomers still
+    replay."""
 
     def __init__(self, core: GroupView, runtime: Shard, *, retained_from: Callable[[], int]) -> None:
         self._core = core
@@ -94,8 +94,7 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it; None: we fetched it; pieces: its encoded
-        pieces."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: its encoded pieces."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:

@@ -96,8 +96,7 @@ class _Pin:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if no peer has asked for the layers lately. While a range is being sent, they stay up to
-        `PINNED_S_MAX`."""
+        """True if no peer has asked for the layers lately. Layers being sent stay up to `PINNED_S_MAX`."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:

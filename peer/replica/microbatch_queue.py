@@ -516,8 +516,7 @@ class MicrobatchQueue:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Check that we may serve a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no
-        layers."""
+        """Check a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
         if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):
