@@ -40,13 +40,13 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """The figures of one optimizer step."""
+    """Loss and gradient norm of one optimizer step."""
 
     step: int
     loss: float
     """Mean over the step's microbatches, in nats a token, with the weights before the step."""
     grad_norm: float
-    """Norm over the whole model, before clipping."""
+    """Norm of the whole model's gradient, before clipping."""
     seconds: float
 
 

@@ -93,7 +93,7 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """The layers that one peer fetches ahead."""
+    """Fetches one peer's layers for the next layout ahead, and holds them until the present layout ends."""
 
     def __init__(
         self, ports: Ports, *, inbox: ChunkInbox, arithmetic: Arithmetic, spec: RunSpec, failures: Failures

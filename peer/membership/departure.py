@@ -45,7 +45,7 @@ _POLL_S: Final = 0.02
 
 
 class Departure:
-    """Lets one peer leave, and answers other peers that leave."""
+    """Lets one peer leave the run, and answers the requests of other peers that leave."""
 
     def __init__(self, services: Services) -> None:
         self._endpoint, self._clock, self._spec = services.endpoint, services.clock, services.spec

@@ -1,4 +1,4 @@
-"""The peer's place in a stage: begins, renews, drains and ends the peer's replica as plans say."""
+"""Gives the peer its place in a stage: begins, renews, drains and ends the peer's replica as plans say."""
 
 import asyncio
 import logging

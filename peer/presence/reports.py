@@ -91,7 +91,7 @@ class Reports:
         self._unsound.add(peer)
 
     def has_state(self, group: int, state: StageState) -> None:
-        """Tell the observer that our part in `group` has stepped to `state` or loaded it."""
+        """Tell the observer that our replica or expert in `group` has stepped to `state` or loaded it."""
         if self._watcher.on_state:
             self._watcher.on_state(group, state)
 

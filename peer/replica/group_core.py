@@ -465,8 +465,8 @@ class GroupCore(GroupView):
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Ask a member that is ahead for the gradient, another member each time, since one may be dead. Members begin
-        with different ones, so that not all ask the same member."""
+        """Ask a member that is ahead for the gradient, and each time another one, since a member may be dead. Members
+        begin with different ones, so that not all ask the same member."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []

@@ -24,7 +24,7 @@ class Mate:
     is_absent: bool = False
     """The member died, or is unreachable and not ready. Nobody waits for its messages."""
     reported_empty: bool = False
-    """The member's last announcement said that it is not ready, is a learner, or is elsewhere."""
+    """The member's last announcement said that it is not ready, is a learner, or has a place elsewhere."""
     names: PeerID | None = None
     """The leader that the member names; None: it has named none; empty: it knows no leader."""
     count: int = -1

@@ -121,7 +121,7 @@ class MicrobatchQueue:
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
     """Microbatch that is granted and not contributed yet -> (member, time of the grant)."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> number of microbatches of this step given to each member."""
+    """Step -> how many of its microbatches were given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Claimant -> time at which it last contributed a microbatch that we had granted."""
     _flows_s: float | None = field(init=False, default=None)
