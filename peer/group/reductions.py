@@ -26,8 +26,7 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
 class Reductions:
-    """One member's rounds by step. Args: retained_from: returns the oldest version from which newcomers still
-    replay."""
+    """One member's rounds by step. Args: retained_from: returns the oldest version from which newcomers replay."""
 
     def __init__(self, core: GroupView, runtime: Shard, *, retained_from: Callable[[], int]) -> None:
         self._core = core

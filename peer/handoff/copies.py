@@ -190,9 +190,9 @@ def moves_on(plan: Plan, group: int) -> bool:
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:
-    """Return the peers to ask to keep copies of `group`, in order: spares, the other stages in a circle from this one,
-    the two neighbouring stages, and this group's own stage (for an expert, its members that do not hold it). Neighbours
-    come late because their activations and gradients would wait behind the copies.
+    """Return the peers to ask to keep copies of `group`, in order: spare peers, the other stages in a circle from this
+    one, the two neighbouring stages, and this group's own stage (for an expert, its members that do not hold it).
+    Neighbours come late because their activations and gradients would wait behind the copies.
 
     The order changes only with the plan, so a new copy goes to the same peer and replaces the old one."""
     num_stages = len(plan.stages)

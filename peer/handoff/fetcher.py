@@ -294,7 +294,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """`todo`: ranges that no peer is asked for; `lent`: ranges that only helpers are asked for."""
+        """`todo`: ranges that no peer is asked for; `lent`: those that only group peers or carriers are asked for."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -438,7 +438,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return for how many seconds after the fetch began we ask `holder` for none of the helpers' ranges."""
+        """Return for how many seconds `holder` is asked for no range that group peers or carriers should bring."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 

@@ -75,7 +75,7 @@ class _Pin:
         self.num_sending = 0
         """Number of ranges being sent. On a busy line a range may take longer than `PINNED_S`."""
         self.is_asked_for = False
-        """Another peer has asked for this version, so it counts against the limits. Our own pins are not limited."""
+        """Another peer has asked for this version, so it counts against the limits. Our own requests do not count."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
         """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""
@@ -182,7 +182,7 @@ class StateServer:
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Drop the pins of layers that this peer no longer holds."""
+        """Stop keeping, for other peers, layers that this peer no longer holds."""
         for (era, version), pin in list(self._pins.items()):
             if era in (TRAINED, WEIGHTS):
                 pin.forget(keys)

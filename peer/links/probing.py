@@ -32,7 +32,7 @@ class LinkProbing:
         self.card_bytes_per_s = 0.0
         """Highest rate measured over several links at once: that of our network card; 0: not measured."""
         self._is_card_known = False
-        """The card has been measured since its rate was last in doubt."""
+        """The network card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
         """Time when the coordinator last said that the run is slower than its figures explain."""
 

@@ -109,7 +109,7 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class DropClaim:
-    """Drop our open claim: its answer is no longer useful."""
+    """Drop our open request for microbatches: its answer is no longer useful."""
 
 
 @dataclass(frozen=True, slots=True)

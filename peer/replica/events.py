@@ -275,7 +275,7 @@ class GrantArrived:
 
 @dataclass(frozen=True, slots=True)
 class ClaimFailed:
-    """The leader could not be reached, or declined our claim."""
+    """The leader could not be reached, or declined our request for microbatches."""
 
     leader: PeerID
 

@@ -38,7 +38,7 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
     begins_at: int = 0
-    """First version of the generation. Stage 0's leader makes all grants of that step, so it knows all losses."""
+    """First version since the restore point. Stage 0's leader makes all grants of that step: it knows all losses."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
@@ -59,7 +59,8 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches that `peer` claimed: it reported them, or we granted them (its report may be lost)."""
+        """Record microbatches granted to `peer`: the peer reported them, or we granted them (its report may be
+        lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
@@ -69,7 +70,7 @@ class Losses:
         self._look_again()
 
     def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
-        """Mark the microbatches of `step` that a dead member had contributed or claimed as lost."""
+        """Record as lost the microbatches of `step` that a dead member had contributed or had been granted."""
         claimed = self._claims.get(step, {}).pop(peer, 0)
         self._lost[step] = self._lost.get(step, 0) | contributed | claimed
 

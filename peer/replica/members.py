@@ -73,7 +73,7 @@ class MembershipView:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """The pair (our rank among the full members, from 0; number of full members)."""
+        """(Our rank among the full members, from 0; number of full members)."""
         whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
@@ -118,7 +118,7 @@ class MembershipView:
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
     def incarnation_of(self, peer: PeerID) -> int:
-        """Return the latest known incarnation of the peer; -1: none is known."""
+        """Return the latest known incarnation (number of a start) of the peer; -1: none is known."""
         mate = self._known.get(peer)
         return mate.incarnation if mate is not None else -1
 

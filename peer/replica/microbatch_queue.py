@@ -64,11 +64,12 @@ from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationR
 from shoal.protocol.plan import Plan
 
 PATIENCE_S = 5.0
-"""Seconds that the leader keeps a claim open if it may grant nothing."""
+"""Seconds for which the leader keeps a claim (a request for microbatches) open if it may grant nothing."""
 RETRY_S = 0.2
-"""Seconds until a failed claim is repeated."""
+"""Seconds until a failed claim (a request for microbatches) is repeated."""
 HALT_S = 10.0
-"""Seconds that a halt lasts unless the leaving member renews it; with renewals it lasts `HALTED_S_MAX` at most."""
+"""Seconds that a halt (no step begins) lasts unless the leaving member renews it; with renewals `HALTED_S_MAX` at
+most."""
 _STILL_STEPS = 2.0
 """The run counts as standing still after this many step times without a step: then even repairs beyond the asker's
 share are admitted, since the work may really be lost."""
@@ -123,7 +124,7 @@ class MicrobatchQueue:
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
     """Step -> how many of its microbatches were given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Claimant -> time at which it last contributed a microbatch that we had granted."""
+    """Member -> time at which it last contributed a microbatch that we had granted to it."""
     _flows_s: float | None = field(init=False, default=None)
     """The time at which the first microbatch that we had granted was contributed. Before, stages may have waited for
     their state."""
@@ -133,7 +134,7 @@ class MicrobatchQueue:
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Asker of repairs -> time from which its repairs so far no longer exceed their share of all work
+    """Peer -> time from which the repairs that it asked for no longer exceed their share of all work
     (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
@@ -144,14 +145,14 @@ class MicrobatchQueue:
     """Seconds from claim to answer, of the last claims. The least is the round trip of a claim that did not wait."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """The time to serve the open claims: the end of the event loop's turn in which something has changed."""
+    """Time to serve open requests for microbatches: the end of the event loop's turn in which something changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
-    """No claim is made before this time."""
+    """No microbatches are requested before this time."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
-        """The members whose claims wait until a microbatch can be granted."""
+        """The members that have asked for microbatches, and wait because none can be granted to them yet."""
         return tuple(self._claims)
 
     @property

@@ -138,7 +138,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Stage 0: number of further microbatches that may begin now; negative after the window has shrunk."""
+        """Stage 0: number of further microbatches that may begin now; negative after the limit in flight has shrunk."""
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:

@@ -39,7 +39,7 @@ STRANGER: Final = PeerID("")
 
 
 class Room:
-    """A limited number of places; one peer takes at most `each` places."""
+    """A limited number of places for requests; one peer takes at most `each` places."""
 
     def __init__(self, total: int, *, each: int) -> None:
         self._total = total
