@@ -329,7 +329,7 @@ class GroupMembership(ABC):
 
     def pause(self, *, at_once: bool) -> None:
         """Accept no new microbatches and return those that are here, but stay in the group: our contributions are still
-        reduced. Args: at_once: also return microbatches whose forward is done; False: make their backwards first."""
+        reduced. Args: at_once: also return microbatches after their forward; False: make their backwards first."""
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
@@ -502,7 +502,7 @@ class GroupMembership(ABC):
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
         """Keep the reduced gradient of our round, and step. Args: pieces: the gradient's encoded pieces, as they were
-        sent; empty for a tied model, whose gradient also has the other end's part, added after the round."""
+        sent; empty for a tied model: the other end's part has been added to its gradient after the round."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()

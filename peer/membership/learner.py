@@ -218,8 +218,8 @@ class Learner:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Reach the newest version that most holders have: step layers whose state is here, fetch weights for the
-        others. Retry until this succeeds."""
+        """Reach the newest version that most holders have: step layers with a state here, fetch weights for the others.
+        Retry until this succeeds."""
         self._may_gather.clear()
         try:
             while True:

@@ -34,7 +34,7 @@ class AnnouncePresence:
 @dataclass(frozen=True, slots=True)
 class Count:
     """Add a microbatch's gradient to the sum of its step; but if `counted.held_out` and there is room, keep the
-    gradient apart from the sum. Then pass `counted` to the core as an event, whose `held_out` says which was done. If
+    gradient apart from the sum. Then pass `counted` to the core as an event, with `held_out` set to what was done. If
     the step is over, pass nothing."""
 
     counted: GradientCounted

@@ -59,8 +59,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches granted to `peer`: the peer reported them, or we granted them (its report may be
-        lost)."""
+        """Record microbatches granted to `peer`: it reported them, or we granted them (its report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 

@@ -68,8 +68,7 @@ PATIENCE_S = 5.0
 RETRY_S = 0.2
 """Seconds until a failed claim (a request for microbatches) is repeated."""
 HALT_S = 10.0
-"""Seconds that a halt (no step begins) lasts unless the leaving member renews it; with renewals `HALTED_S_MAX` at
-most."""
+"""Seconds that a halt (no step begins) lasts unless the leaving member renews it; at most `HALTED_S_MAX` in all."""
 _STILL_STEPS = 2.0
 """The run counts as standing still after this many step times without a step: then even repairs beyond the asker's
 share are admitted, since the work may really be lost."""
