@@ -333,7 +333,6 @@ class GroupMembership(ABC):
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
-        """End the pause."""
         self.handle(events.Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:

@@ -110,7 +110,6 @@ class WorkQueue:
         return self.halts_at
 
     def go_on(self) -> None:
-        """End the halt."""
         self.halts_at = None
 
     def _open_steps(self) -> list[int]:
