@@ -40,25 +40,25 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """The figures of one optimizer step."""
+    """Loss and gradient norm of one optimizer step."""
 
     step: int
     loss: float
     """Mean over the step's microbatches, in nats a token, with the weights before the step."""
     grad_norm: float
-    """Norm over the whole model, before clipping."""
+    """Norm of the whole model's gradient, before clipping."""
     seconds: float
 
 
 OnStep = Callable[[StepLoss, Mapping[str, Params]], None]
-"""Takes (the step, the parameters after it by layer key and tensor name), which change in place at the next step."""
+"""Called after each step with its figures and layer key -> parameters, which the next step changes in place."""
 
 Between = Callable[[Tensor, Microbatch, int], Tensor]
-"""Takes (output of a decoder layer, the microbatch, the next layer's number); returns the input of the next layer."""
+"""Called between two decoder layers: (output of the first, microbatch, number of the second) -> input of the second."""
 
 OnBackward = Callable[[Microbatch, Mapping[str, Params]], None]
-"""Takes (a microbatch, all parameters by layer key and tensor name) after a backward: the microbatch's gradient,
-divided by the M microbatches of a step, has been added to theirs."""
+"""Called after the backward of a microbatch with (the microbatch, all parameters by layer key and tensor name). The
+microbatch's gradient, divided by the M microbatches of a step, has been added to the `grad` of the parameters."""
 
 
 def train(
@@ -161,7 +161,7 @@ def _add_gradients(narrow: Mapping[str, Params], wide: Mapping[str, Params], num
 
 
 def weighed_loss(logits_BTV: Tensor, labels: Labels) -> Tensor:
-    """Return the loss in nats a token, weighted: the mean over a step's microbatches is the mean over its tokens."""
+    """Return the loss in nats a token, weighted so that a step's mean over microbatches is its mean over tokens."""
     if labels.counted == 0:
         return 0.0 * logits_BTV.sum()
     return labels.weight * loss(logits_BTV, labels.targets_BT)
@@ -179,7 +179,7 @@ def _initial(spec: RunSpec, base: Mapping[str, Tensor] | None) -> dict[str, dict
 
 
 def _optimizers(run: RunSpec, params_by_key: Mapping[str, Params]) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers: one, or two for Muon. Then AdamW has all parameters but the hidden matrices."""
+    """Return torch's optimizers: with Muon, one for hidden matrices and AdamW for all else; otherwise a single one."""
     tensors = [tensor for params in params_by_key.values() for tensor in params.values() if tensor.requires_grad]
     tensors = list({id(tensor): tensor for tensor in tensors}.values())  # a tied matrix occurs twice
     if run.optimizer.name != "muon":

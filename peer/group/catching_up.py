@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 Answer = Literal["taken", "on its way", "nothing"]
-"""The result of a request: the gradient has arrived; pieces of its round are on their way to us instead; the other
-member does not have the gradient yet."""
+"""The result of a request. Taken: the gradient has arrived. On its way: pieces of its round are on their way to us
+instead. Nothing: the other member does not have the gradient yet."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ class CatchingUp:
                     return
 
     def _is_lacking(self, step: int) -> bool:
-        """True if the step is our next and its gradient is not here (or waiting for our device)."""
+        """True if `step` is our next step, and its gradient has not arrived."""
         return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
@@ -200,7 +200,7 @@ class CatchingUp:
     def _check(self, fetch: _Fetch, source: PeerID, meta: ReducedChunk, payload: Payload) -> None:
         """Check a received piece of a gradient before it is kept.
 
-        Raises: RemoteError: it has a wrong range, format or size, or repeats elements.
+        Raises: RemoteError: the piece has a wrong range, format or size, or repeats elements.
         """
         vectors, end = self._vectors, meta.start + meta.size
         is_here = 0 <= meta.start < end <= self._size and meta.size <= vectors.chunk

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _FORGETS: Final = 0.95
 _ON_THE_WAY_S: Final = 2.0
-"""Time for which a piece may still be travelling after it has left, or a question about it may be."""
+"""Seconds for which a piece that has left, or a question about the piece, may still be travelling."""
 
 
 class Pieces:

@@ -10,7 +10,7 @@ Numbers travel in the format `RoundStart.form`. If this format is narrower than 
 it sends the mean, and steps with the rounded mean itself. In formats of few bits (`kernels/codec`) rounding is
 stochastic, so that it is unbiased without error feedback, and no residual is lost with a member.
 
-A part's owner leaves a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` out of its chunk; all
+A part's owner drops a contribution with NaN, infinity or a number beyond `CONTRIBUTION_MAX` from the chunk; all
 members get the same bytes. Members refuse a finished chunk with a number that is not finite or beyond `REDUCED_MAX`. If
 another member got a valid chunk, it gives us the mean; otherwise the round stands still and is made again without the
 member that sent the chunk (`peer/membership/group_membership.py`).
@@ -94,12 +94,12 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> bytes of a finished chunk in few bits, since encoding the mean again would round it
+        """First element -> encoded bytes of a finished chunk in few bits: to encode the mean again would round it
         again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
-        """Number of new pieces from other members."""
+        """Number of pieces received from other members, without repeats."""
         self._missing = {c for rank in range(len(self._peers)) for c in self._chunks(rank)}
 
     @property
@@ -157,8 +157,8 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors left out; after its run, call
-        `added`."""
+        """Return a function that adds up these chunks and returns the contributors that it left out for invalid
+        numbers. After its run, call `added`."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 
@@ -168,15 +168,15 @@ class Reduction:
         return add
 
     def added(self, chunks: Iterable[int]) -> list[Outgoing]:
-        """Record that `chunks` are added up. Return them, finished, addressed to every other member."""
+        """Record that `chunks` are added up. Return each finished chunk once for every other member."""
         for chunk in chunks:
             self._done_with(chunk)
         return self._for_all(chunks)
 
     def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
-        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean; None
-        for a repeat, since the optimizer may be reading the first copy. If the function returns True, call `taken`;
-        else the chunk has an invalid number: call `refused`. Raises: RemoteError: no chunk of the sender's part."""
+        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean. If it
+        returns True, call `taken`; else the chunk has an invalid number: call `refused`. Return None for a repeat,
+        since the optimizer may be reading the first copy. Raises: RemoteError: not a chunk of the sender's part."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")
@@ -250,7 +250,7 @@ class Reduction:
         return left_out
 
     def _key(self, chunk: int, contributor: PeerID | None = None) -> tuple[int, int]:
-        """Return the seed that rounds a contribution to `chunk` or, if `contributor` is None, the chunk's mean."""
+        """Return the seed for rounding a contribution to `chunk` or, if `contributor` is None, the chunk's mean."""
         words = f"{self.start.stage} {self.start.step} {chunk} {contributor or 'mean'}"
         digest = blake3(words.encode()).digest(length=8)
         return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")

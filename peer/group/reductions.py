@@ -26,7 +26,7 @@ EarlyPieces = list[tuple[PeerID, Piece, Payload]]
 
 
 class Reductions:
-    """Rounds by step. Args: retained_from: returns the oldest version from which a newcomer still replays steps."""
+    """One member's rounds by step. Args: retained_from: returns the oldest version from which newcomers replay."""
 
     def __init__(self, core: GroupView, runtime: Shard, *, retained_from: Callable[[], int]) -> None:
         self._core = core
@@ -43,7 +43,7 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> the same gradient in few bits, if a round delivered it so: an eighth of the bytes to send."""
+        """Step -> encoded pieces of its reduced gradient, if its round sent few bits: an eighth of the bytes."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -157,7 +157,7 @@ class Early:
         return sum(len(pieces) for rounds in self._kept.values() for pieces in rounds.values())
 
     def keep(self, mate: PeerID, piece: Piece, payload: Payload) -> None:
-        """Keep a piece. Raises: RemoteError: it is too large, or the sender sent more pieces than a round has."""
+        """Keep a piece. Raises: RemoteError: the piece is too large, or its sender sent more than a round has."""
         if len(payload) > self.piece_bytes_max:
             raise RemoteError(mate, f"sent {len(payload)} bytes as a piece of a round")
         rounds = self._kept.setdefault(mate, {})
@@ -189,9 +189,9 @@ class Early:
 
 
 PRESS_S = 5.0
-"""A round without progress for this long has lost a message, or its pieces wait behind activations."""
+"""Seconds without progress after which a round must have lost a message, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""We believe a member's claim that its pieces have not left yet for this long after the last piece: it may lie."""
+"""Seconds after the last piece until we stop believing members that their pieces have not left: they may lie."""
 
 
 @dataclass(slots=True)
@@ -232,9 +232,9 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""A learner must be back within this time, with weights loaded and its layers at the group's version."""
+"""Seconds in which a learner that went away must be back, with weights loaded and its layers at the group's version."""
 STEPS_MAX: Final = 4
-"""Gradients of at most this many steps are kept, in float32; as many as for peers that prepare for another layout."""
+"""Gradients of this many steps at most are kept for absent learners (in float32), as for the next layout's peers."""
 
 
 class AbsentLight:
@@ -248,7 +248,7 @@ class AbsentLight:
     def __init__(self) -> None:
         self._light: set[PeerID] = set()
         self._gone: dict[PeerID, tuple[int, float]] = {}
-        """Learner -> (first step whose gradient it may lack, time at which it was missed)."""
+        """Learner -> (first step whose gradient it may lack, time at which we saw that it had gone)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
         """Return the first step of which an absent or just returned learner may still request the gradient.

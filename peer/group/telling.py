@@ -16,8 +16,8 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Digest, Progress, RoundStart
 
 _GATHER_S: Final = 1.0
-"""How long reports are gathered, and how long the leader may wait for a deferred report. If the leader and a sender die
-together, the sender's reports of this time are lost; a timeout notices that (`../replica/losses.py`)."""
+"""Seconds for which reports are gathered; the leader, too, may wait this long for a deferred report. If the leader and
+a sender die together, the sender's reports of this time are lost; a timeout notices that (`../replica/losses.py`)."""
 _GATHER_MATES: Final = 8
 """A group of up to this many members sends reports once in `_GATHER_S`. A larger group gathers longer, by the
 square of the ratio of sizes, so that it sends no more messages a second: n members send n x n of them each time."""

@@ -49,10 +49,10 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
-"""Timeout of a request. Between tries we check whether the plan has dropped the peer."""
+"""Seconds that a request waits for its answer. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
 """A member refuses a request of the other end if its own round does not end within this time, so that the sender can
-ask another member, which may be further."""
+ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
 """A member of the other end that has been silent for this long is assumed to get the sum from its group."""
 
@@ -73,7 +73,7 @@ class _Given:
     """The gradient of the matrix that one end sends to the other end."""
 
     values_n: Tensor
-    """float32 [n], as the receiver decodes them."""
+    """The gradient, float32 [n], with the values that the receiver decodes."""
     form: WireFormat
     is_whole: bool
     """True for the sum of both ends' gradients, False for one end's."""
@@ -87,7 +87,7 @@ class _Fetch:
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes. They are decoded last: the answer that names their format may arrive after them."""
+    """First element -> bytes. Pieces are decoded last: the offer that names their format may come after them."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
 

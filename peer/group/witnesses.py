@@ -50,7 +50,7 @@ class Witnesses:
         self._outbox = Outbox(endpoint)
         self._attestations = Attestations()
         self._kept: dict[int, tuple[Witnessed, str]] = {}
-        """Version -> (state, root)."""
+        """Version -> (state, root: the digest of the whole state, which we sign)."""
         self._signing: set[int] = set()
 
     def install(self) -> None:

@@ -60,7 +60,7 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> time until which its copies so far use up its share of our time (`KEEPING_SHARE`)."""
+        """Member -> time from which its copies so far no longer exceed their share of our time (`KEEPING_SHARE`)."""
         self._saving: dict[int, asyncio.Lock] = {}
         """Group -> lock of its writes: `save` may be called for a version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
@@ -91,7 +91,7 @@ class Copies:
             self._given[group] += await self._offer(group, state, copies)
 
     async def save(self, group: int, state: StageState) -> bool:
-        """Sign `state`, and write it to our disk if it is not there yet. Returns: True if it is there now."""
+        """Sign `state`, and write it to our disk if it is not there yet. Returns: True if the disk has it now."""
         await self._attesting.sign(state, era=self._endpoint.era)
         async with self._saving.setdefault(group, asyncio.Lock()):
             era = self._endpoint.era
@@ -174,7 +174,7 @@ class Copies:
 
 
 def moves_on(plan: Plan, group: int) -> bool:
-    """True if, in the plan's next layout, each layer of the stage `group` has a peer that does not hold it now."""
+    """True if, in the plan's next layout, each layer of the stage `group` has a peer that is not in the group now."""
     if group >= len(plan.stages):
         return False
     stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}
@@ -190,9 +190,9 @@ def moves_on(plan: Plan, group: int) -> bool:
 
 
 def keepers(plan: Plan, group: int) -> list[PeerID]:
-    """Return the peers to ask to keep copies of `group`, in order: spares, the other stages in a circle from this one,
-    the two neighbouring stages, and this group's own stage (for an expert, its members that do not hold it). Neighbours
-    come late because their activations and gradients would wait behind the copies.
+    """Return the peers to ask to keep copies of `group`, in order: spare peers, the other stages in a circle from this
+    one, the two neighbouring stages, and this group's own stage (for an expert, its members that do not hold it).
+    Neighbours come late because their activations and gradients would wait behind the copies.
 
     The order changes only with the plan, so a new copy goes to the same peer and replaces the old one."""
     num_stages = len(plan.stages)

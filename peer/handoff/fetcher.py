@@ -32,9 +32,9 @@ _REFUSED_S = 1.0
 """Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
 is fetching for itself."""
 _OTHERS_S_FIRST = 2.0
-"""A holder is asked for ranges that group peers or carriers should bring only after it has had time to send one range
-to each fetching peer; before its first range has come, that time is taken to be this long. If it were asked sooner, it
-would send the same bytes twice, and if a layer has only a few ranges, all fetching peers wait for its uplink."""
+"""Seconds for which a holder is not asked for ranges that group peers or carriers should bring. Its first range shows
+how long it takes to send one range to each fetching peer; that time then replaces this value. If it were asked sooner,
+it would send the same bytes twice; if a layer has few ranges, all fetching peers wait for its uplink."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +57,15 @@ class Unfinished:
     version: int
     digest: str
     tensors: tuple[Tensor, Tensor, Tensor]
-    """Parameters and moments at full length; filled where a range is `here`."""
+    """Parameters and moments at full length, of which only the ranges in `here` are filled."""
     here: set[tuple[int, int]]
     """(Tensor, first element) of the ranges that have arrived."""
 
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Number of elements that have arrived, out of `total` (0 while holders are asked). When a layer is fetched again,
-    its count begins at zero again."""
+    """Progress of a fetch: `done` of `total` elements have arrived (`total` is 0 while holders are asked). When a layer
+    is fetched again, its count begins at zero again."""
 
     done: int = 0
     total: int = 0
@@ -108,14 +108,14 @@ class StateFetcher:
         self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
-        """The relay's group peers that are reachable."""
+        """Reachable group peers, which fetch the same layers as we do."""
         self._carriers: list[PeerID] = []
         """Peers to ask to fetch ranges from a single holder for us."""
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if we did not request all of it from its holders ourselves; False: from now on we must, since
-        the layer has failed its check."""
+        """Layer -> True if group peers or carriers brought a part of it; False if it has failed its check, so that we
+        must request all of it from its holders."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -236,8 +236,8 @@ class StateFetcher:
         return {peer: offer for peer, offer in offers.items() if said[peer] == named[0]}
 
     def _choose(self, offers: dict[PeerID, StateOffer], only: Mapping[str, str]) -> dict[str, str]:
-        """Return each layer's digest that most holders offer. These holders become the layer's sources. Args: only:
-        layer -> the only digest that may be chosen."""
+        """Return layer -> the digest that most of its holders offer. These holders become the layer's sources. Args:
+        only: layer -> the only digest that may be chosen."""
         digests: dict[str, str] = {}
         said = {peer: dict(offer.digests) for peer, offer in offers.items()}
         for key in self._keys:
@@ -294,7 +294,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """`todo`: ranges that no peer is asked for; `lent`: ranges that only helpers are asked for."""
+        """`todo`: ranges that no peer is asked for; `lent`: those that only group peers or carriers are asked for."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -394,8 +394,8 @@ class StateFetcher:
             await self._ask_all([peer], self._version)
 
     async def _is_offered_again(self, peer: PeerID) -> bool:
-        """True if a holder that has refused a range still offers the same state. It may have dropped the version
-        because we requested nothing while group peers brought the ranges."""
+        """True if a holder that has refused a range still offers the same state. The holder may have dropped the
+        version because we requested nothing while group peers brought the ranges."""
         offer = (await self._ask_all([peer], self._version)).get(peer)
         named = dict(offer.digests) if offer is not None else {}
         return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
@@ -429,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that has only one holder, which sends us the first ones; None: none has."""
+        """Return the last range in `todo` with only one holder, which sends us the first ones; None: there is none."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -438,7 +438,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return for how many seconds after the fetch began `holder` is asked for none of the helpers' ranges."""
+        """Return for how many seconds `holder` is asked for no range that group peers or carriers should bring."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 
@@ -447,7 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder has sent all of the layer."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder sent the whole layer."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""Replay fewer layers if one is this many steps behind its holder, and if in this many steps of the holder fewer
-gradients have come than the replayed layers need."""
+"""Replay fewer layers if one of them is this many steps behind its holder, and if during this many steps of the holder
+too few gradients have come for all replayed layers."""
 
 
 @dataclass(slots=True)
@@ -53,12 +53,12 @@ class _Source:
     since: int = -1
     """Value of `reached` when a layer was last added or dropped."""
     num_replayed: int = 0
-    """Steps of single layers that we have made since version `since`."""
+    """Number of replayed steps since version `since`, summed over layers."""
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long that its holder had dropped the gradients of the steps since. If that happens twice
-    in a row, no further layer is fetched: it would only take bandwidth from training."""
+    """The last layer took so long that its holder had dropped the gradients for replaying the steps since. If that
+    happens twice in a row, no further layer is fetched: it would only take bandwidth from training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None
@@ -93,7 +93,7 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """The layers that one peer fetches ahead."""
+    """Fetches one peer's layers for the next layout ahead, and holds them until the present layout ends."""
 
     def __init__(
         self, ports: Ports, *, inbox: ChunkInbox, arithmetic: Arithmetic, spec: RunSpec, failures: Failures

@@ -23,10 +23,10 @@ from shoal.protocol.messages import Done, StateChunk, StateChunkRequest
 from shoal.protocol.ports import Compute, Payload
 
 WEIGHTS = -3
-"""Stands for a stored era: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
+"""Value of `stored_era`: the parameters that are trained now, rounded to bf16, without moments (`learner.py`)."""
 
 GRADIENT = 3
-"""Stands for a tensor's number: the reduced gradient with which a layer stepped to a version."""
+"""Value of `StateChunkRequest.tensor`: the reduced gradient with which a layer stepped to a version."""
 
 RANGE_CHUNKS = 4
 """Chunks in the longest range: 4 MiB, so that a round trip is short compared with the transfer."""
@@ -44,7 +44,7 @@ class _Expected:
     first: int
     """Index in the whole tensor of the first element of `into_N`."""
     before_N: Tensor | None
-    """The tensor at version `base`, from which the difference is expected; None: the numbers themselves are."""
+    """The tensor at version `base`, from which a difference is expected; None: the numbers themselves are expected."""
     base: int
     event: asyncio.Event = field(default_factory=asyncio.Event)
     parts: set[int] = field(default_factory=set)

@@ -25,7 +25,7 @@ class InitialWeights(Protocol):
     """A store from which a run's initial weights, or the base of adapters, are read."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
-        """Return the requested layers that the source has: float32 [numel] each, in the layer's layout (with adapters:
+        """Return the requested layers that the store has: float32 [numel] each, in the layer's layout (with adapters:
         in the form of `stored_base`). Raises: LocalError: the weights cannot be read any more."""
         ...
 
@@ -66,7 +66,7 @@ def layers_of(keys: Sequence[str]) -> tuple[str, ...]:
 def first_state(
     spec: RunSpec, keys: Sequence[str], layers: Mapping[str, LayerState], device: torch.device
 ) -> StageState:
-    """Return version 0 of `keys` (layers, or units of layers) from the parameters in `layers`, with new moments."""
+    """Return version 0 of `keys` (layers, or experts in them) from the parameters in `layers`, with new moments."""
     begun = {}
     for key in keys:
         (layer,) = layers_of([key])

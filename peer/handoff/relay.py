@@ -39,7 +39,7 @@ class Relay:
         self._at = stored_era, version
         self._vectors = vectors
         self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
-        """Layer -> parameters and moments at full length; filled where a range is `here`."""
+        """Layer -> parameters and moments at full length, of which only the ranges in `here` are filled."""
         self.here: dict[str, set[tuple[int, int]]] = {}
         """Layer -> (tensor, first element) of the ranges that have arrived."""
         self._came = asyncio.Event()

@@ -40,11 +40,12 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 PINNED_S = 30.0
-"""Seconds that a pin lasts after its last request, but no longer than `PINNED_S_MAX` in all."""
+"""Seconds for which a requested version stays pinned (kept in memory for the peers that fetch it) after its last
+request. `PINNED_S_MAX` limits the whole time."""
 TRAINED = -1
-"""Stands for a stored era: the state that is trained here now."""
+"""Value of `stored_era` in a request: the state that is trained here now."""
 INITIAL = -2
-"""Stands for a stored era: the parameters that the run begins with, as version 0 without moments."""
+"""Value of `stored_era` in a request: the parameters that the run begins with, as version 0 without moments."""
 
 _GRADIENT_WAIT_S = 4.0
 """The longest time that a request waits for the reduced gradient of a future step."""
@@ -53,10 +54,10 @@ _CARRIED_MAX = 4
 _STEP_WAIT_S = 2.0
 """The longest time that a request waits while its layers step; after it the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
-"""The longest time that a request waits for a range that we are fetching; then it may go to another peer."""
+"""The longest time that a request waits for a range that we are fetching; then its sender may ask another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
-"""Longest time for which the sending of copies waits for the first step of a layout."""
+"""The longest time for which copies wait for the first step of a layout before they are sent."""
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
@@ -74,27 +75,28 @@ class _Pin:
         self.num_sending = 0
         """Number of ranges being sent. On a busy line a range may take longer than `PINNED_S`."""
         self.is_asked_for = False
-        """Another peer has asked for it, so that the pin counts against the limits. Our own pins are not limited."""
+        """Another peer has asked for this version, so it counts against the limits. Our own requests do not count."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
         """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""
         self.signatures: Signatures = ()
         """Signatures of this version by members of the group, which newcomers check."""
         self.is_replayed = False
-        """A newcomer fetches it, and will replay the steps after it."""
+        """A newcomer fetches this version, and will replay the steps after it."""
         self.left: dict[PeerID, int] = {}
         """Peer -> number of offered elements that it has not received yet."""
         self.served: set[PeerID] = set()
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Keep the layers longer, because a peer asked for them, but no longer than the maximum age."""
+        """Keep the layers for `PINNED_S` from now, because a peer asked for them, but for `PINNED_S_MAX` in all at
+        most. Weights that learners follow are kept for `PINNED_S_MAX` from now."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if no peer has asked for the layers lately, or if they have been kept for too long."""
+        """True if no peer has asked for the layers lately. Layers being sent stay up to `PINNED_S_MAX`."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -180,7 +182,7 @@ class StateServer:
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Drop the pins of layers that this peer no longer holds."""
+        """Stop keeping, for other peers, layers that this peer no longer holds."""
         for (era, version), pin in list(self._pins.items()):
             if era in (TRAINED, WEIGHTS):
                 pin.forget(keys)
@@ -233,7 +235,7 @@ class StateServer:
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
-        """True if the limits for pins let us keep this version at another peer's request."""
+        """True if the limits for pinned versions let us keep this one at another peer's request."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
         kept = (layer for pin in others for layer in pin.layers.values())
@@ -341,7 +343,7 @@ class StateServer:
         layers: Mapping[str, LayerState],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        """Offer the requested layers of version `key`. Args: layers: the layers that may not be pinned yet."""
+        """Offer the requested layers of version `key`. Args: layers: those that may have to be pinned first."""
         wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:

@@ -44,14 +44,14 @@ _KEPT_MAX = 256
 _SAMPLE_BYTES = 256 * 1024
 """Frames are added up until they have this size, since the time of a small frame says little."""
 SLOWED = 0.5
-"""A rate below this part of an earlier one means that the link has become slow."""
+"""A rate below this fraction of an earlier one means that the link has become slow."""
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
 """Minimum seconds between two looks at busy links, and maximum seconds for comparing the second with the first. A link
 that was busy for half of the minimum counts as busy for long."""
 FAILED_TOLD_MAX: Final = 8
 """Number of failed links in a heartbeat. A peer that has lost its network has failed links to all others."""
 _RATE_MAX = 1e12
-"""Highest rate, in bytes/s: a link in a simulation may take no time at all."""
+"""Highest rate that is reported, in bytes/s: in a simulation a link may take no time at all."""
 
 
 @dataclass(slots=True)
@@ -177,7 +177,7 @@ class LinkMeter:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """A mark of the present traffic: read it before a probe, and pass it to `probed` as `since`."""
+        """Counts that show if other traffic begins: read them before a probe, and pass them to `probed` as `since`."""
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:

@@ -32,7 +32,7 @@ class LinkProbing:
         self.card_bytes_per_s = 0.0
         """Highest rate measured over several links at once: that of our network card; 0: not measured."""
         self._is_card_known = False
-        """The card has been measured since its rate was last in doubt."""
+        """The network card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
         """Time when the coordinator last said that the run is slower than its figures explain."""
 
@@ -86,8 +86,8 @@ class LinkProbing:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Drop from the peers to probe those that do not answer. All doubtful peers are tried at once: one by one, the
-        tries would take longer than the coordinator delays the first plan."""
+        """Stop probing peers that do not answer. All doubtful peers are tried at once: one by one, the tries would take
+        longer than the coordinator delays the first plan."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}

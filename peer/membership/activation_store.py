@@ -20,13 +20,13 @@ class MicrobatchPayloads:
     input: Payload | None = None
     """The activation, from its arrival until the forward. If it arrives again, the second one is not kept."""
     output: Payload | None = None
-    """The next payload to send. An activation stays until its gradient is back: it may be sent again."""
+    """The next payload to send. An activation stays until its gradient is back: it may have to be sent again."""
     gradient: Payload | None = None
     """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
     """Seconds that the activation waited for other frames on its link."""
     passage: Passage | None = None
-    """The microbatch's run through experts on other peers, of which forward and backward are one."""
+    """The microbatch's run through experts on other peers, from its forward to its backward; None: not begun."""
     is_wanted: bool = True
     """False: our group has the microbatch's gradient already, and the backward runs only for the stages before ours."""
 

@@ -31,7 +31,7 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""The part of our time that the halt may take. In the second half of it we ask to give up the step under way."""
+"""Fraction of the departure's time that a halt may take. In its second half we ask to give up the step under way."""
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
@@ -45,7 +45,7 @@ _POLL_S: Final = 0.02
 
 
 class Departure:
-    """Lets one peer leave, and answers other peers that leave."""
+    """Lets one peer leave the run, and answers the requests of other peers that leave."""
 
     def __init__(self, services: Services) -> None:
         self._endpoint, self._clock, self._spec = services.endpoint, services.clock, services.spec
@@ -102,7 +102,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if the plan names a member that has yet to fetch our layers, or if a plan with one may still come."""
+        """True if the plan names a member that has yet to fetch our layers, or a plan that names one may still come."""
         plan = self._plans.newest
         if plan is None:
             return False

@@ -243,7 +243,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Process again the presence updates that may have come before `plan`."""
+        """Process again the presence updates of peers that `plan` has moved: the updates may precede `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

@@ -83,7 +83,8 @@ class FirstReplica(Replica):
 
     @contextlib.contextmanager
     def _saying(self, source: PeerID, what: str) -> Iterator[None]:
-        """If we lead, log that we refuse a request of `source`. The same refusal is logged once."""
+        """Run a block that serves a request of `source`. If the block refuses it and we lead, log this; the same
+        refusal is logged once. Args: what: the request, in words."""
         try:
             yield
         except Refused as refused:

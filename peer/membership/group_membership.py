@@ -56,11 +56,11 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CHUNKS_AT_ONCE: Final = 8
-"""Chunks added up before they are sent: a thread switch for each would cost as much as adding it."""
+"""Chunks that another thread adds up in one call: a thread switch for each would cost as much as adding it."""
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
-    """Make the commit logic for a member's core. Args: has_loss: True in the last stage's group."""
+    """Make the part of a member's core that decides on commits. Args: has_loss: True in the last stage's group."""
     spec = services.spec
     return GroupCore(
         me=services.endpoint.peer_id,
@@ -204,7 +204,7 @@ class GroupMembership(ABC):
 
     @property
     def learner_layers(self) -> tuple[int, int] | None:
-        """(Layers with their state here, layers of the group), both as counts, while we are a learner; else None."""
+        """Numbers of (layers with their state here, layers of the group), while we are a learner; else None."""
         return self._light.num_layers if self._light is not None and self.is_learner else None
 
     @property
@@ -270,7 +270,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
-        """Return the peers outside our group that work with the group."""
+        """Return, group by group, the peers that work with our group; peers of our own group may be included."""
 
     def _upstream(self) -> frozenset[PeerID]:
         """Return the present and recent holders of the stage before ours."""
@@ -329,11 +329,10 @@ class GroupMembership(ABC):
 
     def pause(self, *, at_once: bool) -> None:
         """Accept no new microbatches and return those that are here, but stay in the group: our contributions are still
-        reduced. Args: at_once: also return microbatches after their forward; else their backwards are made first."""
+        reduced. Args: at_once: also return microbatches after their forward; False: make their backwards first."""
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
-        """End the pause."""
         self.handle(events.Resumed())
 
     async def drain(self, timeout_s: float, *, unless: Callable[[], bool]) -> bool:
@@ -501,8 +500,8 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the reduced gradient of our round, and step. Args: pieces: the gradient as it was sent; empty for a tied
-        model: there the other end's gradient has been added since."""
+        """Keep the reduced gradient of our round, and step. Args: pieces: the gradient's encoded pieces, as they were
+        sent; empty for a tied model: the other end's part has been added to its gradient after the round."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -578,7 +577,7 @@ class GroupMembership(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> events.Event | None:
-        """Fetch the reduced gradient of `step` from `mate`, unless a fetch is under way; a learner fetches weights."""
+        """Fetch the reduced gradient of `step` from `mate`, unless a fetch is under way. A learner fetches weights."""
         if self._light is not None:
             self._light.behind()
             return self._lagging()

@@ -61,7 +61,7 @@ class Joining:
 
     @property
     def progress(self) -> FetchProgress | None:
-        """Progress of the fetch that is under way."""
+        """Progress of the fetch that is under way; None: there is none."""
         of_light = self._light.progress if self._light is not None else None
         return self._progress if of_light is None else of_light
 

@@ -52,7 +52,7 @@ _STILL_S = 60.0
 """A round of which no new piece has come for this long is given up. On slow lines a member's pieces wait for minutes
 behind activations, but pieces come from several members."""
 _PATIENCE_S = 300.0
-"""Seconds that a range may take. On its holder's line it may wait for minutes behind the pieces of a round."""
+"""Seconds that fetching one range of a tensor may take: the holder may first send the pieces of a round for minutes."""
 _LOOK_S = 0.1
 
 _NEVER = 2**62
@@ -90,20 +90,21 @@ class Learner:
         self._era = -1
         self._weights: RoundedWeights | None = None
         self._gathered: dict[str, LayerAt] = {}
-        """Layer -> its fetched state and version, on the host."""
+        """Layer -> its fetched state and version, in host memory."""
         self._fetching: StateFetcher | None = None
         self._unfinished: dict[str, Unfinished] = {}
         """Layer -> the part of it that a failed fetch has brought; at most one layer."""
         self._progress: FetchProgress | None = None
         self._may_gather = asyncio.Event()
         self._may_gather.set()
-        """Cleared while weights are downloading, and the state download is paused."""
+        """Cleared while weights are downloading: the download of the state pauses meanwhile."""
         self._is_behind = False
         self._news = asyncio.Event()
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """Lowest version that the layer that is being fetched may have: its later gradients are needed."""
+        """Lowest version of the layer that is being fetched, or that a failed fetch left in part. The reduced gradients
+        from this version on are kept for the layer."""
 
     # --- what others see ---
 
@@ -137,7 +138,7 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step whose reduced gradient may still be needed by a layer here or on its way."""
+        """Return the first step whose reduced gradient is still needed by a layer that is here or being fetched."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---
@@ -167,7 +168,7 @@ class Learner:
         return True
 
     async def _is_quick(self, fetching: "asyncio.Task[StageState]", progress: FetchProgress) -> bool:
-        """True if the state would come within `LIGHT_STATE_S` at the rate at which the weights come."""
+        """True if the state would come within `LIGHT_STATE_S` seconds at the rate at which the weights come."""
         loop, since_s = asyncio.get_running_loop(), None
         while not fetching.done():
             await asyncio.wait([fetching], timeout=_LOOK_S)
@@ -217,8 +218,8 @@ class Learner:
     # --- from one version to the next ---
 
     async def _follow(self) -> None:
-        """Reach the newest version that most holders have: fetch weights for layers without a state here, and step the
-        layers with one. Retry until this succeeds."""
+        """Reach the newest version that most holders have: step layers with a state here, fetch weights for the others.
+        Retry until this succeeds."""
         self._may_gather.clear()
         try:
             while True:
@@ -345,7 +346,7 @@ class Learner:
 
     async def _gather(self) -> None:
         """Fetch the state layer by layer. Begin only when we have taken part in a round: the first step after we join
-        may be made without us, and a layer fetched before that step would lack it."""
+        may be made without us, and a layer fetched before that step would miss it."""
         keys = self._runtime.keys
         await self._takes_part.wait()
         while True:
@@ -360,7 +361,7 @@ class Learner:
             await asyncio.sleep(_RETRY_S)
 
     async def _acquire(self, key: str) -> None:
-        """Fetch the state of the layer `key`. If an earlier fetch failed, first try to complete its version."""
+        """Fetch the state of the layer `key`. If an earlier fetch left a part, first try to complete that part."""
         begun = self._unfinished.get(key)
         if begun is not None:
             with Tolerating(logger.info, f"no more of version {begun.version} of layer {key}"):
@@ -368,7 +369,7 @@ class Learner:
         await self._fetch_layer(key, None)
 
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
-        """Fetch the state of a layer. Args: begun: the part that has come already; None: nothing has. Raises: the
+        """Fetch the state of a layer. Args: begun: the part that a failed fetch has brought; None: no part. Raises: the
         errors of `StateFetcher.fetch`."""
         group, fetcher = self._group, self._fetcher((key,), may_ask=self._may_gather)
         is_over = self._is_behind or not self._may_gather.is_set()  # then the holders are past our version
@@ -426,5 +427,5 @@ class Learner:
         return key in self._gathered and self._gathered[key].version == version
 
     def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
-        """Make a fetcher whose layers lie on the host, where they step; weights go to the device when they are used."""
+        """Make a fetcher that puts layers into host memory, where they step. Weights are copied to the device later."""
         return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, may_ask=may_ask)

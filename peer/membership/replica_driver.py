@@ -52,8 +52,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
-"""Seconds between the tries to send a gradient. A broken stream often comes back, and the peer that waits for the
-gradient holds a place in its window for it."""
+"""Seconds between the tries to send a gradient. A broken stream often comes back, and until the gradient arrives, the
+microbatch counts as in flight at stage 0, which limits their number."""
 
 
 class Replica(GroupMembership):
@@ -152,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are on other peers. While it waits for them, the device does other jobs."""
+        """Run a job whose experts are on other peers. While the job waits for answers, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -297,9 +297,9 @@ class Replica(GroupMembership):
             self.handle(events.Lagging(False))  # a full member that is behind catches up by replaying steps
 
     def _make_learner(self) -> Learner | None:
-        """Return an object that makes us a learner, or None: in a synchronous run, where every step would wait for the
-        learner's weights; with tied matrices; with adapters or placed experts, whose state is small beside the
-        weights."""
+        """Return an object that makes us a learner. None: the run is synchronous (each step would wait for the
+        learner's weights), or has tied matrices, or has adapters or placed experts (their state is small beside the
+        weights)."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -317,7 +317,7 @@ class Replica(GroupMembership):
         self.handle(events.JoinedGroup(self.runtime.remembers, learner=True))
 
     def _take_weights(self, weights: RoundedWeights) -> None:
-        """Compute with these weights from now on. They are of a step that others made, and come without a state."""
+        """Compute with newer weights from now on. They come from other members, without an optimizer state."""
         self.runtime.load_weights(weights)
         self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)

@@ -1,4 +1,4 @@
-"""The peer's place in a stage: begins, renews, drains and ends the peer's replica as plans say."""
+"""Gives the peer its place in a stage: begins, renews, drains and ends the peer's replica as plans say."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageSeat:
-    """The place of one peer in a stage. Args: experts: the peer's experts, which end with an era as replicas do."""
+    """Gives one peer its place in a stage. Args: experts: the peer's expert memberships; an era's end ends them too."""
 
     def __init__(self, services: Services, experts: ExpertSeats) -> None:
         self._s = services
@@ -33,8 +33,8 @@ class StageSeat:
         self._replica = self._s.parts.stage = replica
 
     def obey(self, before: Plan, plan: Plan) -> None:
-        """Have a draining replica follow `plan` at once. `_follow` is still waiting for the drain, and the drain may be
-        waiting for members that only this plan names."""
+        """Have a draining replica follow `plan` at once. The change of place waits until the drain has ended, and the
+        drain may be waiting for members that only this plan names."""
         if self.replica and self.replica.is_draining:
             self.replica.depart(plan)
             self._recall(before, plan)

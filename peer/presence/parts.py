@@ -96,16 +96,16 @@ class ExpertHolding(Part, Protocol):
 
 
 class Parts:
-    """The parts of one peer. `StageSeat` and `ExpertSeats` begin and end parts, and register them here."""
+    """One peer's parts, its memberships in groups. `StageSeat` and `ExpertSeats` begin, end and register them."""
 
     def __init__(self) -> None:
         self.stage: StagePart | None = None
         self.experts: Mapping[int, ExpertHolding] = {}
-        """Group -> our part in it."""
+        """Group -> our membership in it."""
 
     @property
     def all(self) -> list[Part]:
-        """All parts: the stage first, then the experts in the order of their groups."""
+        """All memberships: the stage first, then the experts in the order of their groups."""
         experts = (part for _, part in sorted(self.experts.items()))
         return [self.stage, *experts] if self.stage is not None else [*experts]
 
@@ -116,7 +116,7 @@ class Parts:
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about the readiness of any of our parts."""
+        """The peers to tell about the readiness of any of our memberships."""
         return list(dict.fromkeys(peer for part in self.all for peer in part.audience))
 
     # --- the state that we train ---

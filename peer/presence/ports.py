@@ -9,7 +9,7 @@ from shoal.protocol.ports import Clock, Compute, Disk, RunBlocking, inline
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ports:
-    """The ports of one peer: of libp2p and a real device, or of a simulation."""
+    """The ports of one peer, to libp2p and a real device or to a simulation."""
 
     endpoint: Endpoint
     compute: Compute

@@ -40,7 +40,7 @@ class Reports:
     def __init__(self, endpoint: Endpoint, clock: Clock, plans: Plans, watcher: Watcher) -> None:
         self._endpoint, self._clock, self._plans, self._watcher = endpoint, clock, plans, watcher
         self._commits: list[tuple[CommitReport, float]] = []
-        """(report, time of the commit)."""
+        """Reports not yet sent, each as (report, time of the commit)."""
         self.validations: deque[ValidationReport] = deque(maxlen=1)
         self._unsound: set[PeerID] = set()
 
@@ -91,7 +91,7 @@ class Reports:
         self._unsound.add(peer)
 
     def has_state(self, group: int, state: StageState) -> None:
-        """Tell the observer that our part in `group` has stepped to `state` or loaded it."""
+        """Tell the observer that our replica or expert in `group` has stepped to `state` or loaded it."""
         if self._watcher.on_state:
             self._watcher.on_state(group, state)
 

@@ -17,12 +17,12 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""A round settles without the digest of a member that is more versions behind than this: its device is slow."""
+"""Digests are compared without that of a member more versions behind than this: its device is slow."""
 MUTE_S = 5.0
-"""A member that has not sent its digest this long after our step loses its vote, if most members have sent theirs. A
-timeout is needed because a round can end without a member that owns no part of the gradient."""
+"""Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
+A timeout is needed because a round can end without a member that owns no part of the gradient."""
 MUTE_AT_THE_END_S = 0.3
-"""`MUTE_S` when the layout has ended: once the next layout begins, commits of this layout no longer count."""
+"""Shorter time in place of `MUTE_S` after the layout has ended: once the next begins, these commits do not count."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -41,9 +41,9 @@ class Agreement:
     own: tuple[Digest, ...] = ()
     """Our digest of our present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> time at which we first saw that we are past it."""
+    """Step -> time at which we first saw that we are past that step."""
     next_s: float = math.inf
-    """The time from which a round may settle without the missing digests."""
+    """Time from which a round's digests may be compared although some are missing."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
@@ -106,7 +106,7 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` to compare now: each member has sent a digest, is gone, or is overdue.
+        """Return the rounds up to `version` to compare now: each member has sent a digest, is gone, or is late.
 
         A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.
@@ -126,7 +126,7 @@ class Agreement:
         return settled
 
     def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[CommitCommand]:
-        """Compare the digests after a settled round. Args: in_plan: the plan names us."""
+        """Compare the members' digests after a round that `settle` returned. Args: in_plan: the plan names us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
         voters = [peer for peer in _voters(start) if peer in digests]

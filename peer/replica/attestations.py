@@ -18,9 +18,9 @@ def voters(
 ) -> tuple[PeerID, ...]:
     """Return the peers of which more than half must have signed the state that `newcomer` fetches.
 
-    The voters are the members older than the newcomer; if there are none, the members that came with it; else the
-    draining members; else the younger members, which alone may have the state if the newcomer restarted at its old
-    place. Members that report no state do not vote.
+    The voters are the members older than the newcomer or, if there are none, those that came with it. If all of these
+    report no state, the draining members vote. If none drains, the younger members vote: they alone may have the state
+    if the newcomer restarted at its old place. Members that report no state do not vote.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)
@@ -44,7 +44,7 @@ class Attestations:
     """The recent signatures of one group's holders."""
 
     _said: dict[int, dict[PeerID, tuple[str, bytes]]] = field(default_factory=dict)
-    """Version -> holder -> (root, signature)."""
+    """Version -> holder -> (root, the digest of the whole state; the holder's signature)."""
 
     def heard(self, holder: PeerID, version: int, root: str, signature: bytes) -> None:
         """Record a signature. Keep the latest `ATTESTATIONS_OF_ONE_MAX` versions of each holder."""

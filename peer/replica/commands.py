@@ -33,9 +33,9 @@ class AnnouncePresence:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add a microbatch's gradient to the sum of its step; if `counted.held_out` and there is room, keep it apart from
-    the sum. Then pass `counted` to the core as an event: its `held_out` says what was done. If the step is over, pass
-    nothing."""
+    """Add a microbatch's gradient to the sum of its step; but if `counted.held_out` and there is room, keep the
+    gradient apart from the sum. Then pass `counted` to the core as an event, with `held_out` set to what was done. If
+    the step is over, pass nothing."""
 
     counted: GradientCounted
     retried: bool
@@ -109,7 +109,7 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class DropClaim:
-    """Drop our open claim: its answer is no longer useful."""
+    """Drop our open request for microbatches: its answer is no longer useful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """The queue has granted `microbatch` to `peer`. The group records this, since `peer` may die before it reports
-    it."""
+    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports that."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -147,7 +146,7 @@ class TellValidation:
 
 @dataclass(frozen=True, slots=True)
 class ReportValidation:
-    """All validation microbatches of a version are back."""
+    """Report the validation of a version to the coordinator: the losses of all its microbatches are here."""
 
     report: ValidationReport
 

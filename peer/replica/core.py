@@ -50,18 +50,18 @@ from shoal.protocol.plan import Plan
 _OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
 _OF_THE_QUEUE: Final = frozenset(get_args(QueueEvent)) - {TimerFired}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
-"""Commands from one part to another."""
+"""Commands that one part of the core gives another part."""
 
 
 class ReplicaCore(MemberCore):
-    """One replica of a stage. Args: queue: the supply of microbatches, at stage 0; elsewhere None."""
+    """Decides for one replica of a stage. Args: queue: the supply of microbatches, at stage 0; elsewhere None."""
 
     def __init__(self, group: GroupCore, pipeline: Schedule, queue: MicrobatchQueue | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self.pipeline = pipeline
         """Other modules read it; only this core changes it."""
         self._queue = queue
-        """None: not stage 0."""
+        """The microbatches to claim and grant; None: our stage is not stage 0."""
         self._queue_due_s = queue.next_timer_s() if queue is not None else math.inf
         self._upstream: frozenset[PeerID] = frozenset()
         self._draining_upstream: set[PeerID] = set()

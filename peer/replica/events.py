@@ -70,7 +70,7 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state or, if `learner`, only the group's weights. `remembers`: see `Stepped`."""
+    """We hold the group's state or, if `learner`, its weights. `remembers`: we can repeat the last step exactly."""
 
     remembers: bool
     learner: bool = False
@@ -119,8 +119,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`,
-    `commit_s`: see the command `SendGradient`."""
+    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: its
+    time in queues of later stages. `commit_s`: longest commit of a later stage."""
 
     microbatch: Microbatch
     source: PeerID
@@ -275,7 +275,7 @@ class GrantArrived:
 
 @dataclass(frozen=True, slots=True)
 class ClaimFailed:
-    """The leader could not be reached, or declined our claim."""
+    """The leader could not be reached, or declined our request for microbatches."""
 
     leader: PeerID
 
@@ -409,7 +409,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The run has stood still for seconds: repeat messages that a member may have dropped when it lost a peer."""
+    """The run has stood still for seconds: repeat messages that a member may have dropped when a peer was lost."""
 
 
 CommitEvent = (

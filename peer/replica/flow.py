@@ -37,9 +37,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 
 STEPS = 6
-"""Number of steps in a median, so that one step with a dead peer does not decide."""
+"""Number of steps in a median (such as that of commit times), so that one step with a dead peer does not decide."""
 TOLD = 32
-"""Number of reports that count: after so many microbatches the report of a replica that has gone is forgotten."""
+"""Number of reported commit times that count: a gone replica's report is forgotten after this many microbatches."""
 
 
 @dataclass(slots=True)
@@ -54,13 +54,13 @@ class Window:
     """Limits the microbatches in flight to `size`.
 
     Args:
-        num_stages: K. The window starts at K + 1: one microbatch in each stage and one on the way. Each of the first
-            K + 1 microbatches that come back adds one, as in TCP's slow start (RFC 5681), since between homes
+        num_stages: K. The window starts at K + 1: one microbatch in each stage and one on the way. Each of the first K
+            + 1 microbatches that come back adds one, as in TCP's slow start (RFC 5681), since between homes
             transmission takes as long as the jobs; after that the window follows the measurements.
-        gain: window over the measured product of rate and round trip, > 1. With equal stages whose jobs take +-30 %
-            of the mean, 1.25 keeps the slowest stage busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
-        memory: number of recent microbatches that are measured. After a change of plan, the measurements are right
-            once this many have come back.
+        gain: size of the window divided by the measured rate x round trip, > 1. With equal stages whose jobs take +-30
+            % of the mean, 1.25 keeps the slowest stage busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
+        memory: number of recent microbatches that are measured. After a change of plan, the measurements are right once
+            this many have come back.
     """
 
     num_stages: int
@@ -92,7 +92,7 @@ class Window:
         return len(self._sent) < self.size
 
     def size_at(self, gain: float) -> int:
-        """Return the window size for another gain. Call this only after the first measurement."""
+        """Return the size that the window would have with `gain`. Call this only after the first measurement."""
         return max(2, min(self.size_max, int(gain * self.rate_per_s * self.round_trip_s) + 1))
 
     def sent(self, key: object, *, now_s: float) -> None:
@@ -103,7 +103,7 @@ class Window:
 
     def returned(self, key: object, *, now_s: float, waited_s: float) -> None:
         """Sample the rate and the round trip when microbatch `key` comes back (BBR's delivery-rate estimator). Args:
-        waited_s: the time of the round trip that the microbatch stood in queues."""
+        waited_s: the part of the round trip for which the microbatch stood in queues."""
         sent = self._sent.pop(key, None)
         if sent is None:
             return
@@ -121,7 +121,7 @@ class Window:
             self.size = self.size_at(self.gain)
 
     def forget(self, key: object) -> None:
-        """Drop microbatch `key` without a sample: it was lost, or did not pass through the whole pipeline."""
+        """Stop timing microbatch `key`, without a sample: it was lost, or did not pass through the whole pipeline."""
         self._sent.pop(key, None)
 
 
@@ -132,7 +132,7 @@ class CommitTimes:
     A commit takes from a replica's last contribution to a step until the replica has the next version."""
 
     _contributed_s: dict[int, float] = field(default_factory=dict)
-    """Step -> end of our last microbatch of that step."""
+    """Step -> time at which our last microbatch of that step ended."""
     _stepped_s: float | None = None
     """The time at which our own step made the current version; None: the version was loaded."""
     _own_s: deque[float] = field(default_factory=lambda: deque(maxlen=STEPS))
@@ -190,7 +190,7 @@ class Control:
         self._begun[step] = self._begun.get(step, 0) + 1
 
     def reached(self, version: int, window: Window, *, commit_s: float) -> None:
-        """Choose how far steps from `version` on run ahead. Args: commit_s: longest commit of a stage; 0: unknown."""
+        """Choose how far to run ahead from `version` on. Args: commit_s: longest commit of a stage; 0: unknown."""
         self._own.append(self._begun.get(version - 1, 0))
         self._begun = {step: count for step, count in self._begun.items() if step >= version}
         if version <= self.synchronous_steps:

@@ -16,8 +16,8 @@ _KINDS: Final = ("forward", "loss")
 
 
 class ForwardTimes:
-    """Times forwards; at the last stage, whole loss jobs. A job that waits for experts runs in parts, between which
-    other jobs run; its parts are added up, and count when the job has ended."""
+    """Measures how long forwards take; at the last stage, whole loss jobs. A job that waits for experts runs in parts,
+    between which other jobs run; its parts are added up, and count when the job has ended."""
 
     def __init__(self) -> None:
         self._open: dict[Job, float] = {}

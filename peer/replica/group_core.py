@@ -8,8 +8,8 @@ Because membership is per round, replicas come and go without agreeing on a step
 average never counts a member that did not contribute to it.
 
 The leader changes with readiness and with plans, and two leaders at once would grant one microbatch twice or open two
-rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready itself, and every
-ready member names it as leader in its latest Progress. A member that names another leader has stopped acting as one,
+rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready, and the latest
+Progress of every ready member names it. A member that names another leader has stopped acting as one,
 and its Progress lists what it had granted until then. A draining member is no longer *open* and stops leading at once;
 it stays ready, and its messages count, until its contributions are committed, whether or not a plan still names it.
 
@@ -118,7 +118,7 @@ class GroupCore(GroupView):
     # --- told by the core of the replica ---
 
     def follow(self, plan: Plan, former: Collection[PeerID], *, now_s: float) -> list[CommitCommand]:
-        """Follow a plan. Args: former: peers that only recent plans name in the group; they may still drain."""
+        """Follow a plan. Args: former: other peers that recent plans had in the group; they may still drain."""
         before = self.group_peers
         self.set_planned(plan.group_members(self.stage), former, now_s=now_s)
         self._losses.begins_at = plan.restore_version
@@ -141,13 +141,13 @@ class GroupCore(GroupView):
         return [*self._tell_open_steps(), *self._leader_may_have_changed(now_s)]
 
     def take_traffic(self, is_open: bool, *, now_s: float) -> list[CommitCommand]:
-        """Begin or end to take traffic. A closed member leads only if all full members are closed; its contributions
-        are still committed."""
+        """Begin or stop to accept microbatches. A closed member leads only if all full members are closed; its
+        contributions are still committed."""
         self.set_open(is_open)
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Record, at stage 0, a microbatch granted to us. `retried`: it runs again, perhaps unknown to the leader."""
+        """Record, at stage 0, a grant to us. `retried`: the microbatch runs again; the leader may not know that."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -190,9 +190,9 @@ class GroupCore(GroupView):
         would block every reduction.
 
         Args:
-            ready, is_open: the member takes part, and takes traffic.
+            ready, is_open: the member takes part in rounds; the member accepts microbatches.
             drains: the member is leaving; perhaps plans dropped it before we joined.
-            has_moved: the plan gives the member a place elsewhere.
+            has_moved: the plan gives the member another place.
         """
         if self.is_barred(peer):
             return []
@@ -394,7 +394,7 @@ class GroupCore(GroupView):
 
     @property
     def _whole(self) -> set[PeerID]:
-        """All members, ourselves included, that hold the state by their own report."""
+        """All members, ourselves included, that have reported that they hold the whole state."""
         return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
@@ -465,8 +465,8 @@ class GroupCore(GroupView):
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Ask a member that is ahead for the gradient, another member each time, since one may be dead. Members begin
-        with different ones, so that not all ask the same member."""
+        """Ask a member that is ahead for the gradient, and each time another one, since a member may be dead. Members
+        begin with different ones, so that not all ask the same member."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []

@@ -21,7 +21,7 @@ STALL_S_BEGINNING = 3.0
 first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum wait at stage 0, which would run again everything that is in the pipeline."""
+"""Minimum wait before a request at stage 0, which would run again everything that is in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -38,15 +38,15 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
     begins_at: int = 0
-    """First version of the generation. Stage 0's leader makes all grants of that step itself: it knows all losses."""
+    """First version since the restore point. Stage 0's leader makes all grants of that step: it knows all losses."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
     """When to ask for everything that is missing, unless a contribution arrives before.
 
-    It is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
-    step. If something may be lost, it is sooner, and requests are repeated at growing intervals: stage 0 refuses to run
-    again what is on its way back to it, and the peer that sent that may be dead.
+    This is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
+    step. If work may be lost, it is sooner, and later requests come at growing intervals: stage 0 declines to repeat a
+    microbatch that is on its way back to it, but the peer that has this microbatch may be dead.
     """
     _patience_s: float = field(init=False, default=STALL_S_FIRST)
     _version_since_s: float = field(init=False, default=0.0)
@@ -59,7 +59,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches that `peer` claimed: it reported them, or we granted them (its report may be lost)."""
+        """Record microbatches granted to `peer`: it reported them, or we granted them (its report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
@@ -69,7 +69,7 @@ class Losses:
         self._look_again()
 
     def died(self, peer: PeerID, step: int, contributed: Indices) -> None:
-        """Mark the microbatches of `step` that a dead member had contributed or claimed as lost."""
+        """Record as lost the microbatches of `step` that a dead member had contributed or had been granted."""
         claimed = self._claims.get(step, {}).pop(peer, 0)
         self._lost[step] = self._lost.get(step, 0) | contributed | claimed
 
@@ -77,7 +77,7 @@ class Losses:
         return {step for step, claims in self._claims.items() if peer in claims}
 
     def grown(self, now_s: float) -> None:
-        """Restart the wait that leads to suspicion: a contribution has arrived."""
+        """A contribution has arrived: wait anew before suspecting a loss."""
         self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:

@@ -122,7 +122,7 @@ class MemberCore(ABC):
 
     @abstractmethod
     def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
-        """Tell the group core what a peer's `presence` says about its place in our group."""
+        """Tell the group's core what `presence` says about a peer's place in our group."""
 
     def _more_follows(self, step: int) -> bool:
         """True if more microbatches of `step` are here, so that one report can cover several contributions."""
@@ -133,11 +133,11 @@ class MemberCore(ABC):
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """React to the loss of work that we had sent to `peer`. `successor`: its new incarnation, if it restarted."""
+        """React to the loss of work sent to `peer`. `successor`: the peer's incarnation after a restart, or None."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
-        """Carry out the commands that one part gives another, and return the rest for the driver."""
+        """Pass each command that one part of the core gives another to that part; return the rest for the driver."""
         return commands
 
     # --- inside ---

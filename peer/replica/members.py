@@ -24,7 +24,7 @@ class Mate:
     is_absent: bool = False
     """The member died, or is unreachable and not ready. Nobody waits for its messages."""
     reported_empty: bool = False
-    """The member's last announcement said that it is not ready, is a learner, or is elsewhere."""
+    """The member's last announcement said that it is not ready, is a learner, or has a place elsewhere."""
     names: PeerID | None = None
     """The leader that the member names; None: it has named none; empty: it knows no leader."""
     count: int = -1
@@ -39,7 +39,7 @@ class Mate:
 class MembershipView:
     """One member's view of its group: the members that the plan names, and what each has announced about itself.
 
-    The derived fields (`leader` and its neighbours) are computed anew after each change.
+    The fields from `in_plan` to `is_leader` are derived: they are computed anew after each change.
     """
 
     me: PeerID
@@ -50,7 +50,7 @@ class MembershipView:
     """The plan's members by rank, ourselves included if it names us."""
     in_plan: bool = field(init=False, default=False)
     group_peers: tuple[PeerID, ...] = field(init=False, default=())
-    """The plan's other members, ready or not, in rank order, without the barred ones."""
+    """The plan's other members, ready or not, in rank order, without peers that we bar from the group."""
     ready_members: tuple[PeerID, ...] = field(init=False, default=())
     full_members: tuple[PeerID, ...] = field(init=False, default=())
     """The ready members that hold the full state, without ourselves."""
@@ -73,7 +73,7 @@ class MembershipView:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """The pair (our rank among the full members, from 0; number of full members)."""
+        """(Our rank among the full members, from 0; number of full members)."""
         whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
@@ -102,12 +102,12 @@ class MembershipView:
         return now_s < self._dropped_s(peer) + DRAINING_S_MAX
 
     def overstayed(self, now_s: float) -> list[PeerID]:
-        """Return the draining members that should be gone."""
+        """Return the members that still drain `DRAINING_S_MAX` seconds after a plan dropped them."""
         return [peer for peer in self.draining if not self.may_drain(peer, now_s)]
 
     @property
     def overstays_at_s(self) -> float:
-        """The time by which the first of the draining members should be gone; there must be a draining member."""
+        """The time at which the first draining member must be gone; there must be a draining member."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
@@ -118,7 +118,7 @@ class MembershipView:
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
     def incarnation_of(self, peer: PeerID) -> int:
-        """Return the latest known incarnation of the peer; -1: none is known."""
+        """Return the latest known incarnation (number of a start) of the peer; -1: none is known."""
         mate = self._known.get(peer)
         return mate.incarnation if mate is not None else -1
 

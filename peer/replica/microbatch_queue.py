@@ -64,11 +64,11 @@ from shoal.protocol.messages import Grant, Halted, ValidationReport, ValidationR
 from shoal.protocol.plan import Plan
 
 PATIENCE_S = 5.0
-"""Seconds that the leader keeps a claim open if it may grant nothing."""
+"""Seconds for which the leader keeps a claim (a request for microbatches) open if it may grant nothing."""
 RETRY_S = 0.2
-"""Seconds until a failed claim is repeated."""
+"""Seconds until a failed claim (a request for microbatches) is repeated."""
 HALT_S = 10.0
-"""Seconds that a halt lasts unless the leaving member renews it; with renewals it lasts `HALTED_S_MAX` at most."""
+"""Seconds that a halt (no step begins) lasts unless the leaving member renews it; at most `HALTED_S_MAX` in all."""
 _STILL_STEPS = 2.0
 """The run counts as standing still after this many step times without a step: then even repairs beyond the asker's
 share are admitted, since the work may really be lost."""
@@ -97,9 +97,9 @@ class _Halt:
     been away."""
 
     ends_s: float
-    """The latest end, with all renewals."""
+    """The latest time at which the halt ends, with all renewals."""
     until_s: float = -math.inf
-    """The end unless the member renews the halt; -inf: the halt is over."""
+    """Time at which the halt ends unless the member renews it; -inf: the halt is over."""
 
     @property
     def is_open(self) -> bool:
@@ -119,11 +119,11 @@ class MicrobatchQueue:
     """We drain, pause or lag, so we claim nothing and run no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
-    """The microbatches that are granted and not yet contributed."""
+    """Microbatch that is granted and not contributed yet -> (member, time of the grant)."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> number of microbatches of this step given to each member."""
+    """Step -> how many of its microbatches were given to each member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Claimant -> time at which it last contributed a microbatch that we had granted."""
+    """Member -> time at which it last contributed a microbatch that we had granted to it."""
     _flows_s: float | None = field(init=False, default=None)
     """The time at which the first microbatch that we had granted was contributed. Before, stages may have waited for
     their state."""
@@ -133,25 +133,25 @@ class MicrobatchQueue:
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Asker of repairs -> time from which its repairs so far no longer exceed their share of all work
+    """Peer -> time from which the repairs that it asked for no longer exceed their share of all work
     (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
-    """The time at which repairs beyond that share were last admitted, because the run stood still."""
+    """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _asked: _Since | None = field(init=False, default=None)
     """The leader that we have asked for microbatches, and the time of asking."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
-    """Seconds from claim to answer, recently. The quickest answer did not wait until something could be granted."""
+    """Seconds from claim to answer, of the last claims. The least is the round trip of a claim that did not wait."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """The time to serve the open claims: the end of the event loop's turn in which something has changed."""
+    """Time to serve open requests for microbatches: the end of the event loop's turn in which something changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
-    """No claim is made before this time."""
+    """No microbatches are requested before this time."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
-        """The members whose claims wait until a microbatch can be granted."""
+        """The members that have asked for microbatches, and wait because none can be granted to them yet."""
         return tuple(self._claims)
 
     @property
@@ -399,8 +399,8 @@ class MicrobatchQueue:
         return {peer: share / total for peer, share in shares.items()}
 
     def _due(self, source: PeerID, share: float, everyone: Sequence[PeerID]) -> dict[int, int]:
-        """Return how many microbatches of each open step may be granted to a member with that share. A member that has
-        become slow gets no more of a step than it can compute while the others compute the rest."""
+        """Return how many microbatches of each open step may be granted to a member with the share `share`. A member
+        that has become slow gets no more of a step than it can compute while the others compute the rest."""
         control = self.demand.control
         last = self.book.version + (control.steps_ahead if control is not None else math.inf)
         held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
@@ -418,7 +418,7 @@ class MicrobatchQueue:
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return how many microbatches of a step a member with that share may compute, however many are left."""
+        """Return how many microbatches of a step a member with this share may compute, however many are left."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 

@@ -40,7 +40,6 @@ class OpenCalls:
             answer.set_result(command.message)
 
     def refuse(self, refusal: Refused) -> None:
-        """Refuse all open calls."""
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(refusal)

@@ -14,7 +14,7 @@ from shoal.protocol.messages import RoundStart
 from shoal.protocol.wire_format import WireFormat
 
 _EACH: Final = 1000
-"""Room for each part of a round's number: attempts under a plan, ranks, and incarnations."""
+"""Number of values that each part of a round's number can have: retries under a plan, leader's rank, incarnation."""
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many plans that we do not know yet. A round numbered by a plan further ahead is refused, since
 its number would shut out every other round."""
@@ -60,14 +60,14 @@ class Rounds:
         return any(self.members.is_gone(member.peer) for member in start.members)
 
     def outbids(self, start: RoundStart) -> bool:
-        """True if this round replaces the one that we follow."""
+        """True if round `start` replaces the round of the same step that we follow."""
         known = self.open.get(start.step)
         return (
             known is None or start.attempt > known.attempt or (start.attempt != known.attempt and self.is_dead(known))
         )
 
     def void(self, step: int) -> None:
-        """Drop the round of `step`, which will not end. Our next round has a higher number, so members follow that."""
+        """Drop the round of `step`, which will not end. Members will follow our next round: its number is higher."""
         order = self.open.pop(step).attempt // _EACH**2
         self.retries = max(self.retries, order - self.plan_sequence * _EACH) + 1
 

@@ -14,7 +14,7 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A laggard is tried again after this multiple of its time, so waiting for it costs at most a twentieth of all time."""
+"""A far too slow replica is tried again after this multiple of its time: waiting for it costs 1/20 of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
@@ -30,9 +30,9 @@ class PeerPace:
     """The running average of the seconds that each peer takes for one microbatch, time in queues excluded."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
-    """An upper bound: it includes delays that the peer may not have caused."""
+    """Peer -> average seconds. This is an upper bound: it includes delays that the peer may not have caused."""
     _blamed_s: dict[PeerID, float] = field(default_factory=dict)
-    """The part of `_takes_s` that the peer itself surely caused."""
+    """Peer -> the part of `_takes_s` that the peer itself surely caused."""
     _tried_s: dict[PeerID, float] = field(default_factory=dict)
 
     def took(self, peer: PeerID, seconds: float, *, blamed_s: float | None = None) -> None:
@@ -45,7 +45,7 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time: its next trial comes after at least twice the last wait."""
+        """Record that the peer has not answered in time: its average, and the wait for a new trial, at least double."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -84,7 +84,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Seconds that each claimant takes per microbatch, from its previous contribution or, if later, from the grant."""
+    """Measures each member's seconds per granted microbatch, from the grant or, if later, its last contribution."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -141,7 +141,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Follow a new plan's shares. Count microbatches given to replicas anew; keep the outstanding ones."""
+        """Follow a new plan's shares. Restart the counts of given microbatches; keep the counts of outstanding ones."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]
@@ -182,8 +182,8 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return, of the replicas with the least outstanding work for their share, the one furthest behind its
-        share."""
+        """Return one of the replicas with the least outstanding work for their share: the one that was given the least
+        work for its share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())

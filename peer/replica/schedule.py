@@ -75,13 +75,13 @@ class Flight:
     ours sent the microbatch again, by another peer."""
     validates: bool
     retried: bool = False
-    """It may have run elsewhere before it came here; later stages are told that, too."""
+    """The microbatch may have run elsewhere before it came here; we tell this to later stages, too."""
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
     """The peer of the next stage that owes us the gradient; None before it is sent and after the gradient is back."""
     doubted: PeerID | None = None
-    """The peer that had the microbatch when it had to be sent once more; another is preferred, as this may be slow."""
+    """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
     handed_back: bool = False
     """The microbatch was handed back while its job was parked, so that job will have no result."""
     loss: float = 0.0
@@ -93,7 +93,7 @@ class Flight:
 
 @dataclass(kw_only=True, slots=True)
 class Schedule:
-    """One replica of stage `stage` of `num_stages`.
+    """Decides what one replica of stage `stage`, of `num_stages`, computes and sends.
 
     Args:
         s_max: a microbatch of step t may run when t - version <= s_max.
@@ -138,7 +138,7 @@ class Schedule:
 
     @property
     def room(self) -> int:
-        """Stage 0: number of further microbatches that may begin now; negative after the window has shrunk."""
+        """Stage 0: number of further microbatches that may begin now; negative after the limit in flight has shrunk."""
         assert self.window is not None
         most_ahead = math.inf if self.control is None else self.control.most_ahead(self.window)
         for microbatch in self._waiting:
@@ -292,7 +292,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Return the microbatch to its state before the job. The driver has paused us, so it is handed back next."""
+        """Put the microbatch into its state before the job. The driver has paused us: the microbatch goes back next."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -362,8 +362,8 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Send the microbatches that `peer` had to other replicas, and drop those that its incarnations before
-        `successor` sent us. The successor's activations may arrive before this event; they stay, since each is sent
+        """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
+        `successor` sent us. Activations of the successor may arrive before this event; they stay, since each is sent
         only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []

@@ -16,7 +16,7 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(slots=True)
 class Tally:
-    """One member's contribution to one step, as far as it has been reported to us."""
+    """One member's contribution to one step: the microbatches that, as far as we know, are in its sum or held out."""
 
     indices: Indices = 0
     loss_sum: float = 0.0
@@ -30,7 +30,7 @@ class Tally:
         return self.indices & ~self._optional
 
     def may_bring(self, indices: Indices) -> bool:
-        """True if this member can make a sum of exactly these indices for a round."""
+        """True if this member can make a sum of exactly the microbatches `indices` for a round."""
         return indices & ~self._optional == self.firm and indices | self.indices == self.indices
 
     @property
@@ -50,8 +50,8 @@ def round_of(
     form: WireFormat,
     learners: Collection[PeerID] = (),
 ) -> RoundStart:
-    """Open a round. Each member brings its firm contributions; one that is only held out comes from the first member by
-    rank that has it.
+    """Return the message that opens a round. Each member brings the contributions in its sum; a contribution that is
+    only held out of sums comes from the first member by rank that has it.
 
     Args:
         ranked: the round's members.
@@ -111,7 +111,7 @@ class Tallies:
         return self.tally(step, peer).may_bring(indices_from(bitmap, count=self.microbatches))
 
     def held(self, step: int, by: Iterable[PeerID]) -> Indices:
-        """Return the union of the indices that these members have contributed."""
+        """Return the indices of the microbatches of `step` that at least one of these members has contributed."""
         tallies, union = self._by_step.get(step, {}), 0
         for peer in by:
             if peer in tallies:
@@ -129,7 +129,7 @@ class Tallies:
 
     @property
     def steps(self) -> set[int]:
-        """Steps on which we have something to report."""
+        """Steps of which we have contributed microbatches, or have been granted some."""
         return {*self._by_step, *self._claimed}
 
     def claim(self, step: int, index: int) -> None:
@@ -137,7 +137,7 @@ class Tallies:
         self._claimed[step] = self._claimed.get(step, 0) | 1 << index
 
     def add(self, step: int, index: int, *, loss: float, staleness_steps: int, held_out: bool) -> bool:
-        """Record our contribution. Return False if we have contributed this microbatch before."""
+        """Record that we have contributed a microbatch. Return False if we had contributed it before."""
         tally = self.tally(step, self.me)
         if tally.indices >> index & 1:
             return False
@@ -169,7 +169,7 @@ class Tallies:
                 del table[step]
 
     def word(self, step: int, *, stage: int, leader: PeerID, incarnation: int, count: int) -> Progress:
-        """Return our report on a step."""
+        """Return our report on `step`: the microbatches that we have contributed, and those granted to us."""
         mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,

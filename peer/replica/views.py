@@ -59,7 +59,7 @@ class GroupView(MembershipView):
         return peer == self.me or self.is_near(peer)
 
     def lacks(self, step: int, index: int) -> bool:
-        """True if no member here has contributed the microbatch, as far as we know."""
+        """True if, as far as we know, no member of our group has contributed the microbatch."""
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:

@@ -1,9 +1,9 @@
 """The list of granted microbatches, from which the leader of stage 0 grants the next ones. Pure.
 
-A stage-0 replica claims microbatches when its window has room, and the leader grants the next ones. A fast replica thus
-computes more without a precomputed split, no microbatch (t, i) is computed twice, and members need not agree on a step
-at which a new plan takes effect. Every replica reports to its group which microbatches were granted to it
-(`Progress.claimed`), so that the next leader knows them.
+A stage-0 replica claims microbatches when it may have more in flight (its window has room), and the leader grants the
+next ones. A fast replica thus computes more without a precomputed split, no microbatch (t, i) is computed twice, and
+members need not agree on a step at which a new plan takes effect. Every replica reports to its group which microbatches
+were granted to it (`Progress.claimed`), so that the next leader knows them.
 """
 
 from collections.abc import Collection, Mapping
@@ -110,7 +110,6 @@ class WorkQueue:
         return self.halts_at
 
     def go_on(self) -> None:
-        """End the halt."""
         self.halts_at = None
 
     def _open_steps(self) -> list[int]:

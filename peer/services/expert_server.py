@@ -39,7 +39,7 @@ STRANGER: Final = PeerID("")
 
 
 class Room:
-    """A limited number of places; one peer takes at most `each` places."""
+    """A limited number of places for requests; one peer takes at most `each` places."""
 
     def __init__(self, total: int, *, each: int) -> None:
         self._total = total
@@ -60,7 +60,7 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage: its holder's computation. Args: upwards: our membership in the expert's group.
+    """One expert of a stage, and its computation here. Args: upwards: our membership in the group of its holders.
 
     `version` changes only on the event loop's thread."""
 

@@ -127,7 +127,7 @@ class Layers:
             self._base_tasks.spawn(self.base.get_ready(keys, plan.members), "get the base ready")
 
     def has_state(self, part: Part, state: StageState) -> None:
-        """Handle a state that our part has stepped to or loaded: save, keep and sign it, if each of these is due."""
+        """Handle a state that our membership `part` has stepped to or loaded: save, keep and sign it, each if due."""
         self._reports.has_state(part.group_id, state)
         plan = self._plans.newest
         if plan is not None and state.version > plan.restore_version:
