@@ -45,7 +45,8 @@ def match(hop, rows, columns, partner):
     Rows join one after the other, each along the augmenting path with the least longest edge. This is optimal: if all
     rows can be matched within a bound, each next row has an alternating path within that bound.
 
-    Args: partner: int64, is filled with the index of each column's row, or -1. Returns: the longest hop."""
+    Args: hop: seconds between devices. partner: int64, is filled with the index of each column's row; -1: none.
+    Returns: the longest hop."""
     slack = np.empty(len(columns))
     way = np.empty(len(columns), np.int64)
     done = np.empty(len(columns), np.bool_)
@@ -278,8 +279,8 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` devices of column c, from stage k, with those of m, from stage j. A second call reverts
-    this."""
+    """Exchange `length` devices of column c, from stage k on, with as many of column m, from stage j on. A second call
+    with the same arguments undoes the exchange."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 

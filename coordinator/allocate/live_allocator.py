@@ -53,7 +53,7 @@ SMALL_DEVICES = 32
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
 """The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
-into stages stays until a better one is worth a halt. A small swarm gets proportionally less again."""
+into stages stays until a better one is worth a halt. With few devices (`SMALL_DEVICES`) the factor is smaller."""
 FIRST_HORIZON_S = 3600.0
 """First layouts are compared by the steps in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
@@ -61,7 +61,7 @@ BASE_TIMES = 3.0
 homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""Shares are set again once one is off by the factor `SHARE_DRIFT`. A share below `SHARE_MIN` counts as `SHARE_MIN`."""
+"""A plan gets new shares of work once one is off by `SHARE_DRIFT` times. A share below `SHARE_MIN` counts as that."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
 """If there are more newcomers than `NEWCOMERS_MAX`, speed alone places them. Only the `SPARES_TRIED` fastest spares are
@@ -144,9 +144,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Choose the spares and newcomers that get a stage now, and return the others. At most as many get a stage as there
-    are lost members or stages with a sole holder, whichever is more: the peers that help most, but none that lengthens
-    the step. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Choose the spares and newcomers that get a stage now, and return the others. Let n be the number of lost members
+    or of stages with a sole holder, whichever is larger. At most n peers get a stage: those that help most, but none
+    that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -244,8 +244,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return a sentence that says why the best other layout is not worth its cost. Args: change: the move to that
-    layout; None: no other layout was found."""
+    """Return why the best other layout is not worth its cost. Args: change: the move to that layout; None: none was
+    found."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)
@@ -254,8 +254,8 @@ def _stays(change: Change | None, horizon_s: float) -> str:
 
 
 def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
-    """Search with the live boundaries. Returns: (found, reason). `found` has one (change, layout), the best, or is
-    empty. `reason` says why the live layout must stay for now; empty: it need not."""
+    """Search for a layout with the live boundaries. Returns: (found, reason). `found` has one (change, layout), the
+    best, or is empty. `reason` says why the live layout must stay for now; empty: it need not."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
@@ -333,7 +333,7 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with shares by current measurements; None: the plan's are near, or a member is gone."""
+    """Return the live layout with newly computed shares; None: the plan's are close, or a member is gone."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -377,7 +377,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of placement `found` into the stages. Peers that stay or cannot move keep their rank."""
+    """Put the devices of `found` into `slots`. Holders that stay, or that the search left out, come first."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -386,7 +386,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the shares of work and reduction that the throughput objective assumes, if any."""
+    """Return the stages with the throughput objective's shares of work and reduction; unchanged if it has none."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(
