@@ -59,7 +59,7 @@ from shoal.protocol.plan import Plan, SignedPlan, is_quorum, vote_body
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
-"""How many plans are remembered, to detect forks: four hours of terms."""
+"""Number of obeyed plans that are remembered, to detect forks: four hours of terms."""
 
 
 class Adoption(NamedTuple):
@@ -176,7 +176,7 @@ class PlanChain:
         return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
-        """Promise `term` to `candidate`, which obeys `base`. Adopt `base` first if it is above our plan.
+        """Promise `term` to `candidate`, which obeys the plan `base`. Adopt `base` first if it is above our plan.
         Returns: why the term is refused; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:

@@ -74,7 +74,7 @@ from shoal.protocol.statement import Topic
 SignStatement = Callable[[Topic, bytes], bytes]
 """(topic, body) -> our signature of this statement about this run."""
 VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
-"""(topic, signer, signature, body) -> whether the signer has signed this statement about this run."""
+"""(topic, signer, signature, body) -> True if the signer has signed this statement about this run."""
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16

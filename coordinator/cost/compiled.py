@@ -62,13 +62,13 @@ def draw(state: Any) -> Any:
 
 @inner
 def below(state: Any, n: Any) -> Any:
-    """Draw a random int64 in [0, n), for n < 2^32. Args: state: as for `draw`, uint64 [1]."""
+    """Draw a random int64 in [0, n), for n < 2^32. Args: state: uint64 [1], is advanced."""
     return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
 @inner
 def unit(state: Any) -> Any:
-    """Draw a random float64 in [0, 1). Args: state: as for `draw`, uint64 [1]."""
+    """Draw a random float64 in [0, 1). Args: state: uint64 [1], is advanced."""
     return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 

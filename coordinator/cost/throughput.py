@@ -68,7 +68,7 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.topology import Floats, Topology
 
 _CROWDED = 0.4
-"""The c_j at which the full norm applies; fitted to five shipped scenarios."""
+"""In the module's formula for the prediction: the c_j at which the 4-norm applies fully; fitted to five scenarios."""
 LARGE = 256
 """More devices than this need the compiled loops: with 200, one evaluation takes Python 30 ms."""
 
@@ -208,7 +208,7 @@ class _Evaluation:
 
     def _flaw(self, memory: list[float]) -> str:
         """Return why the placement is impossible; empty: it is possible. Args: memory: the largest ratio of needed to
-        present memory, by stage."""
+        present memory, for each stage."""
         for k, seconds in enumerate(self.state.times[pipeline.SECONDS]):
             if not seconds < np.inf:
                 return f"a member of stage {k} has no path to its group peers or neighbours"
