@@ -96,8 +96,7 @@ class Calibration:
         self._promised_tokens_per_s = 0.0
         """Tokens/s predicted for the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
-        """log(tokens/s predicted for the live / for the previous layout), at least 0; 0 if the two have different
-        peers."""
+        """log(tokens/s predicted for the live / the previous layout), at least 0; 0 if their peers are not the same."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)

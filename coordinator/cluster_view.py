@@ -68,8 +68,8 @@ class ClusterView:
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], FLOP of each layer in the forward pass that peers time (`Heartbeat.forward_s`); placed experts do not
-        count."""
+        """[L], FLOP of each layer, without placed experts, in the forward pass that peers time
+        (`Heartbeat.forward_s`)."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
@@ -447,8 +447,8 @@ class ClusterView:
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
         """Predict these stages' throughput by `ThroughputObjective` alone; None: impossible, or too large a swarm.
-        Args: formats: wire formats; None: the narrowest. runs_ahead: False: synchronous steps; True: later ones; None:
-        what plans are made for."""
+        Args: formats: wire formats; None: the narrowest. runs_ahead: as plans are made for (None), synchronous steps
+        (False), later ones."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)

@@ -44,7 +44,7 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 """Shortest timeout of the peers that ping the coordinator: five pings stay unanswered in it. A new plan should be live
 after two heartbeats, so most of a heartbeat is left for its three round trips."""
 BACKING_HEARTBEATS = 1.15
-"""A member backs a coordinator at least this long after its last sign: heartbeats vary by a twentieth."""
+"""A member backs a coordinator at least this long after its last sign of life: heartbeats vary by a twentieth."""
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
 time of a peer's network daemon on a busy machine. A roll-back costs more."""
@@ -58,7 +58,7 @@ VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, while we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
-"""How long a plan that drops a member waits for other members that are close to their timeout."""
+"""A plan that drops a member waits at most this long for other members that are close to their timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -122,7 +122,7 @@ class CoordinatorWatch:
 
     @property
     def suspect_at_s(self) -> float:
-        """The time from which a coordinator that stays silent counts as gone."""
+        """The time after which a coordinator that has stayed silent counts as gone."""
         if self._gone_s is not None:
             return self._gone_s
         arrivals = self._pings if self.is_close else self._beats
@@ -137,7 +137,7 @@ class CoordinatorWatch:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: by past delays, the coordinator's answer is not late."""
+        """True if we back the coordinator against a candidate: its answer is not late yet, judged by past delays."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
@@ -196,8 +196,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate a silence as long
-        from now on."""
+        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate such a silence from
+        now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None

@@ -42,10 +42,11 @@ RETURN_S_MAX = 600.0
 NOTICE_HEARTBEATS = 3.0
 """Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""The same if that version is chosen without a reserve of one step."""
+"""Like `NOTICE_HEARTBEATS`, if the version is chosen without a spare step: a surer, and so longer, time is needed."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
-"""A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
+"""If no download has progressed for this long, a change of layout waits for none. If no step has, a change that is
+already set is called off. The longer of the two times counts."""
 SEEN_AHEAD_S = 30.0
 """Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
@@ -84,25 +85,26 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """When we set the end of the live layout, or our term began; and how many times the usual notice we gave."""
+        """(when we set the end of the live layout, or our term began; how many times the usual notice we gave)."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The fewest bytes that members of the next layout still lacked, and since when."""
+        """When `_unfetched_bytes`, the fewest bytes that members of the next layout still lacked, was first seen."""
         self._follows_s = 0.0
         """When we first saw the next layout that the live plan names (`Plan.next_layout`)."""
         self._change: Change | None = None
-        """The cost of the change to that layout, predicted once after `SEEN_AHEAD_S`."""
+        """The cost of the change to the live plan's next layout, predicted once after `SEEN_AHEAD_S`; None: not yet."""
         self._ended_s: float | None = None
-        """When every stage, and a holder of each layer, was first seen at the layout's last version; None: not yet."""
+        """When all stages, and a holder of each layer, were first seen at the live layout's last version; None: not
+        yet."""
         self._too_few_s = math.inf
-        """When a member of the lost stage gave its last sign of life; inf: enough peers are left for a layout."""
+        """When a member of the stage that lost its state was last alive; inf: enough peers are left for a layout."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
         self._placed_s = 0.0
-        """When we first saw the live plan's places."""
+        """When we first saw a plan with the layers and members of the live one."""
         self._due_s = math.inf
-        """When the pending search became due; inf: none is."""
+        """When the pending search became due; inf: no search is pending."""
         self._settled_for: Swarm | None = None
         """The swarm at the last decision for the live plan. While it is the same, that decision stands."""
 
@@ -149,9 +151,8 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
-        snapshots.
-        Returns: (layout or search, or None: not yet; reason)."""
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
+        Returns: (the layout, a search to run first, or None if it is too early; the reason)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -181,7 +182,7 @@ class ReplanPolicy:
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
         """Return a new layout if a change of the swarm requires one, if a better one is found, or if state is lost.
-        Returns: (layout, search or None; reason, empty if there is nothing to say)."""
+        Returns: (the layout, a search to run, or None; the reason, empty if there is nothing to say)."""
         view = self.view
         if not view.roster.are_heard(view.roster.alive(now_s)):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
@@ -297,9 +298,9 @@ class ReplanPolicy:
         return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
-        """Return the facts that require a new layout at once when they change. Memory is one, because a peer lowers its
-        claim when its place was too large. While a member drains, the holders of a state are another. Speeds are none:
-        a change of speed may lead to a search."""
+        """Return the facts that require a new layout at once when they change. Memory is among these, because a peer
+        lowers its claim when its place was too large; so are the holders of each state while a member drains. Speeds
+        are not: after a change of speed a search follows, if any."""
         drains = any(peer.draining for peer in peers)
         told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
@@ -315,8 +316,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """Return the time of the newest sign of life of any member of these groups. A leaving member asks others to
-        keep its state before it goes, so every such copy was begun before this time."""
+        """Return the time of the last sign of life of any member of these groups. A leaving member asks others to keep
+        its state before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
@@ -448,9 +449,9 @@ class ReplanPolicy:
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
-        """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first one of
-        which every member learns in time, or the one after that. An early change repeats the started part of the next
-        step. A stage at its maximum lead makes one whole step more after the others' next commit."""
+        """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first version
+        of which every member learns in time, or the one after that. A change in the middle of a step repeats that
+        step's started part. A stage at its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:

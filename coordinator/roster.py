@@ -53,9 +53,9 @@ class Presence:
     left: bool = False
     said_goodbye: bool = False
     dead: bool = False
-    """Its process is gone, and with it the state in its memory. A peer that is only silent may return with it."""
+    """True if the peer's process, and the state in its memory, are gone. A silent peer may return with its state."""
     silent_since_s: float | None = None
-    """If the peer is silent in this term: when the previous coordinator, or we in an earlier term, heard it last."""
+    """If the peer is silent in this term: when we, or the previous coordinator, last heard it before the term."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since the peer's last heartbeat, or since one was due."""
@@ -84,7 +84,7 @@ class Failing:
     since_s: float
     said_s: float
     has_met: bool = True
-    """True if the one has ever had an answer from the other."""
+    """True if the peer has ever had an answer from the other one."""
 
 
 @dataclass(slots=True)
@@ -92,24 +92,24 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """None: the peer is not here now; it was here before, or others have told of it."""
+    """None: the peer is not present now; it was present earlier, or others have told of it."""
     irregular: ArrivalStatistics | None = None
-    """Statistics of its heartbeats from before this term, if they were irregular."""
+    """Statistics of the peer's heartbeats from before this term, if these were irregular."""
     speed: Estimate = field(default_factory=Estimate)
-    """FLOP/s of its device, from its reports while it had the layers `speed_of`."""
+    """FLOP/s of the peer's device, from reports made while the peer had the layers `speed_of`."""
     speed_of: tuple[int, int] | None = None
     links: dict[PeerID, LinkRecord] = field(default_factory=dict)
-    """Its reports about its links towards others; the last reported comes last."""
+    """The peer's reports about its links towards others; the last reported link comes last."""
     failing: dict[PeerID, Failing] = field(default_factory=dict)
-    """The peers that it cannot reach; the last reported comes last."""
+    """The peers that this peer reports it cannot reach; the last reported one comes last."""
     asked_s: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> when this peer was last asked to measure its link towards that one."""
+    """Other peer -> when this peer was last asked to measure its link towards that other peer."""
     rests_s: float = -math.inf
-    """If its line may have become slow: the earliest time to measure the next link towards it."""
+    """If the peer's line may have become slow: the earliest time to measure the next link towards the peer."""
     machine: str = ""
-    """The machine that it claims to be on; empty: one of its own, or it has not been heard in this term."""
+    """The machine that the peer claims to be on; empty: a machine of its own, or not heard in this term."""
     former_stage: int | None = None
-    """The last stage that a plan gave it, to which it may return."""
+    """The last stage that a plan gave to the peer, and to which it may return."""
 
 
 _NOTHING = PeerRecord()
@@ -147,7 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics, former stages."""
+        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics and former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -284,7 +284,7 @@ class Roster:
             presence.arrivals.excuse(now_s)
 
     def has_vanished(self, peer: PeerID, now_s: float) -> bool:
-        """True if `peer` is gone without draining or a good-bye."""
+        """True if `peer` is gone, and neither drained nor said good-bye."""
         seen = self.at(peer).presence
         polite = seen is None or seen.said_goodbye or self.draining(peer)
         return not polite and self.is_gone(peer, now_s)
@@ -300,7 +300,7 @@ class Roster:
             seen.left, seen.dead = True, dead
 
     def is_dead(self, peer: PeerID) -> bool:
-        """True if the process of `peer` is gone, and it has not been heard since."""
+        """True if the process of `peer` is gone, and `peer` has not been heard since."""
         seen = self.at(peer).presence
         return seen is not None and seen.dead
 

@@ -22,13 +22,13 @@ WINDOW_STEPS = 4
 """The window has at least this many usual steps: fewer say little about a rate."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a changing rate."""
+"""The most marks that are kept. Two span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
 """A layout's rate is the median over this many of its last marks; a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""If the median of the last `LATE_MARKS` marks is lower by this factor, it counts as the layout's rate."""
+"""The median of the last `LATE_MARKS` marks counts as the layout's rate if it is lower by more than this factor."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
 """A step is late after `LATE_STEPS` (for the rate of a layout: `SLOW_STEPS`) times the usual step time, and at least
@@ -96,9 +96,9 @@ class TokenRate:
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
         """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
-        too few steps. The rate is a median over marks (points of the curve), which one standstill does not change; over
-        the last marks alone if these are much lower. If the current step takes `SLOW_STEPS` times the usual time, the
-        rate is at most that step's."""
+        too few steps. The rate is a median over marks (points of the curve), which one standstill does not change; if
+        the last few marks are much lower, it is the median over these alone. If the current step takes `SLOW_STEPS`
+        times the usual time, the rate is at most that step's."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -115,8 +115,8 @@ class TokenRate:
         return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
 
     def newest(self, now_s: float) -> float:
-        """Return the tokens a second between the last two marks, at most those of the current step if that is late; 0:
-        unknown. This figure is quick but noisy, so another figure should confirm it."""
+        """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, its rate is
+        the limit. This figure is quick but noisy, so another figure should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -128,9 +128,8 @@ class TokenRate:
         """Return (expected commits in the next `seconds`, fraction of the following step done by then) at the current
         pace; None before the second step.
 
-        Args:
-            seconds: if negative: count the progress up to that long ago, as if a commit that is due now were late.
-            believed_s: predicted time of a step. A late step counts with this time, or the longer time that it has
+        Args: seconds: may be negative: then count the progress up to that long ago, so a commit that is due now counts
+        as late. believed_s: predicted time of a step. A late step counts with this time, or the longer time that it has
                 already taken.
         """
         if len(self._marks) < 2:

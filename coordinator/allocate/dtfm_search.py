@@ -31,8 +31,7 @@ NO_PATH_S = 1e9
 """The seconds of a hop where there is no path. Unlike infinity, it can be subtracted from a sum again."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
-"""The first temperature / the mean size of a trial change of the objective. 0.2 to 0.35 do equally well, 1 is 1 %
-worse."""
+"""The first temperature, as a multiple of a trial's mean change of the objective. 0.2 to 0.35 are equally good."""
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:

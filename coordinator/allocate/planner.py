@@ -197,8 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start of a search if some devices cannot reach each other; None if all can, or there is
-        none."""
+        """Return a feasible start if some devices cannot reach each other; None if all can, or none was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None

@@ -69,7 +69,7 @@ def _cut(P, S, work):
 
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
-    """Price the stages with `bounds` or, if `is_cut`, with the bounds that `_cut` finds; S.bounds then has these
+    """Price the stages with `bounds` or, if `is_cut`, with those that `_cut` finds; S.bounds then has the priced
     bounds.
     Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is added.
     Returns: the cost, the cost of moving state included."""
@@ -208,8 +208,7 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d keeps its stage of the current plan, and the stage has no more holders of that plan than it
-    must."""
+    """True if unit d keeps its stage of the current plan, and the stage must keep all such units that it has."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False

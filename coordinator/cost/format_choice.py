@@ -16,8 +16,7 @@ from shoal.protocol.wire_format import Formats
 SPARED = 0.98
 """A wider format is accepted if it leaves at least this share of the tokens/s with the narrowest formats."""
 KEPT = 0.95
-"""A wider format that the live layout uses stays if it leaves at least this share of the narrowest formats'
-tokens/s."""
+"""A wider format that the live layout has stays if it leaves at least this share of the narrowest formats' speed."""
 TRIES_MAX = 64
 """The limit on evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 

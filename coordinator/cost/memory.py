@@ -95,8 +95,8 @@ class StageMemory:
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
         """Return the memory that plans count: the least that must be in GPU memory. A peer with less free memory
         reports its free memory (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a
-        GPU that is too small could offload only activations, and plans do not know how much longer its jobs would
-        take."""
+        GPU that is too small could offload only activations, and plans do not know by how much that would slow its
+        jobs."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)

@@ -110,8 +110,7 @@ of a microbatch; `STRAIN`: mean reduction time of a member; `FLOW` (microbatches
 commit without them; `CROWDED`: the share that activations take of the card that limits `BESIDE`."""
 STEP_S, FLOW_S, CHAIN_S, ISSUE_S, UNEVEN_S, AHEAD = range(6)
 """The positions in `S.step`. `STEP_S`: T; `FLOW_S`: T_flow; `CHAIN_S`: T_chain; `ISSUE_S`: seconds to issue M
-microbatches, less the last one's own job; `UNEVEN_S`: job / 2; `AHEAD`: the steps ahead with the shortest T, s_max or
-0."""
+microbatches, less the last one's job; `UNEVEN_S`: job / 2; `AHEAD`: the steps ahead with the shortest T, s_max or 0."""
 PATHS, STAGES, PAIRS = range(3)
 """The rows of `S.dirty`: which values of a stage must be computed again."""
 
@@ -149,8 +148,7 @@ class PipelineState(NamedTuple):
 
     stage: Any
     at: Any
-    """`at`, int64 [N]: the position of each unit among its stage's members; `stage`, int64 [N]: its stage, or -1
-    (none)."""
+    """`stage`, int64 [N]: the stage of each unit, -1: none. `at`, int64 [N]: the unit's position among the members."""
     members: Any
     """int64 [K, N]; the first `count` are the members of a stage."""
     count: Any
@@ -179,7 +177,7 @@ ENTRIES = ("build", "evaluate")
 
 def build(P, S, stage, bounds):
     """Put a placement into S, and mark all its values as not computed (dirty). Args: stage: int64 [N], the stage of
-    each unit (a device or a cluster of devices), or -1: none. bounds: int64 [K + 1], the first layer of each stage, and
+    each unit (a device or a cluster of them); -1: none. bounds: int64 [K + 1], the first layer of each stage, then
     L."""
     S.count[:] = 0
     for d in range(len(stage)):
@@ -597,8 +595,7 @@ def _sum_taken(S, k):
 
 
 def _commit_beside(P, S, k, flow_s):
-    """Compute `BESIDE`: seconds of stage k's commit if its reduction gets the bandwidth that activations leave on each
-    card."""
+    """Compute `BESIDE`: seconds of stage k's commit if its reduction gets only the bandwidth that activations leave."""
     seconds, sum_taken = S.times[BY_PATH, k], _sum_taken(S, k)
     crowded = 0.0
     for a in range(S.count[k]):

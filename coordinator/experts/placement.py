@@ -18,7 +18,7 @@ SEARCHES = 3
 PATIENCE = 150
 """A search ends after this many tries without a gain."""
 SLOTS_TRIED = 60
-"""A try takes longer with more slots than this, so a search then ends after fewer tries."""
+"""With more slots than this, each try takes longer, so a search ends after fewer tries."""
 
 
 # --- how many ---
