@@ -98,7 +98,8 @@ class ChainLog:
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known. Members that the live plan removed may still drain."""
+        """The predecessor of the live plan, if known. It lists members that the live plan removed, which may still
+        drain."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:

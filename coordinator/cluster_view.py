@@ -68,8 +68,7 @@ class ClusterView:
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], FLOP of each layer, without placed experts, in the forward pass that peers time
-        (`Heartbeat.forward_s`)."""
+        """[L], FLOP of each layer, without placed experts, in the forward that peers time (`Heartbeat.forward_s`)."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
@@ -279,8 +278,7 @@ class ClusterView:
 
     @property
     def claimed(self) -> tuple[int, int]:
-        """Newest snapshot (era, version) that a member with a stage or expert reports, certified or not; (0, 0):
-        none."""
+        """Newest snapshot (era, version) that a member with a place reports, certified or not; (0, 0): none."""
         beats = self.roster.beats(self._working)
         return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 

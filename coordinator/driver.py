@@ -102,8 +102,7 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
 
 
 async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
-    """Run a layout search where it does not block the event loop. After an error the coordinator goes on with repaired
-    layouts."""
+    """Run a layout search outside the event loop. After an error the coordinator goes on with repaired layouts."""
     assert isinstance(allocator, Searching), "only a searching allocator is asked to"
     found: list[tuple[Layout | None, str]] = []
     try:
@@ -151,8 +150,8 @@ class Coordination:
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat, with each report once. `Coordination` keeps reports until a
             coordinator has them.
-        has_lost_all: returns True if this peer's disk had snapshots, but none can be read now. run_blocking: runs
-            layout searches, which may take a minute, off the event loop; simulations run them inline.
+        has_lost_all: returns True if this peer's disk had snapshots, but none can be read now.
+        run_blocking: runs layout searches, which may take a minute, off the event loop; simulations run them inline.
     """
 
     def __init__(

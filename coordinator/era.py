@@ -66,8 +66,7 @@ class CheckpointCatalog:
         return cls(parts=parts)
 
     def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "CheckpointCatalog":
-        """Return only certified layers. Args: certified: returns the certified layers of an (era, version); None:
-        all."""
+        """Return only certified layers. Args: certified: (era, version) -> the certified layers; None: all."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
             sound = certified(age)
@@ -127,8 +126,9 @@ class HolderWatch:
     ) -> tuple[int, ...]:
         """Return the groups of `plan` with lost state, which only a roll-back can restore.
 
-        Args: holders: for each group, the peers that hold its state now, or can rebuild it alone. behind: groups with
-        state that a living peer reports, but so far at a version that is too old to count.
+        Args:
+            holders: for each group, the peers that hold its state now, or can rebuild it alone.
+            behind: groups with state that a living peer reports, but so far at a version that is too old to count.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):

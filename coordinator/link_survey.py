@@ -74,8 +74,7 @@ DOUBT_STALE_S = 10.0
 """While the run is slower than the figures explain, these replace `APART_HEARTBEATS` and `IN_USE_STALE_S`."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""Links towards a peer with a possibly slow line are measured if older than `SUSPECT_STALE_S`, this many in each
-heartbeat."""
+"""Links towards a peer with a possibly slow line are measured after `SUSPECT_STALE_S`, this many in a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -224,8 +223,8 @@ class LinkSurvey:
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
         """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
-        measurements, a peer's own claim counts, up to the median of the measured peers; without a claim, the median of
-        all."""
+        measurements a peer's claim counts, up to the median of the measured peers; without a claim, the median of all
+        peers."""
         measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
             rates = [
@@ -278,7 +277,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return peer -> number of its slow links, for peers with several if each peer at the other ends has fewer."""
+        """Return {peer: number of its slow links} for peers with several, if each peer at the other ends has fewer."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)

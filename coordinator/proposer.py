@@ -94,8 +94,7 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our present question: a pre-vote may have raised its term after an earlier
-        question."""
+        """True if `event` answers our present question, not one before a pre-vote raised its term."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
@@ -460,8 +459,8 @@ class Proposer:
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
     """Return `stages` with each member's `since`: as in `before` if the member has the same place there, else
-    `sequence`. Raise very small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim any
-    speed."""
+    `sequence`. Raise very small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim
+    anything."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}

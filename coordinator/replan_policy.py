@@ -73,7 +73,8 @@ class _Look:
 
 
 class ReplanPolicy:
-    """Chooses layouts from the view. Args: has_lost_all: True: our disk had snapshots and none can be read."""
+    """Chooses layouts from a coordinator's view of the swarm. Args: has_lost_all: True: our disk had snapshots and none
+    can be read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -94,8 +95,7 @@ class ReplanPolicy:
         self._change: Change | None = None
         """The cost of the change to the live plan's next layout, predicted once after `SEEN_AHEAD_S`; None: not yet."""
         self._ended_s: float | None = None
-        """When all stages, and a holder of each layer, were first seen at the live layout's last version; None: not
-        yet."""
+        """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
         """When a member of the stage that lost its state was last alive; inf: enough peers are left for a layout."""
         self.awaited: frozenset[PeerID] = frozenset()
@@ -285,7 +285,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while the run waits for absent disks. Keep the role then: a new coordinator would start the wait
+        """True while the run waits for absent disks. Then keep the role: a new coordinator would start the wait
         anew."""
         return self._holders.is_waiting(now_s)
 
@@ -385,9 +385,9 @@ class ReplanPolicy:
     # --- another division into stages ---
 
     def _preparing(self, live: Plan, look: _Look, layout: Layout) -> tuple[Next, str]:
-        """Return the live layout with `layout` as its successor: members download their missing layers before the live
-        layout's last version is set. Set that at once if no layer is missing, if a download during a standstill is
-        cheaper, or if experts are placed."""
+        """Return the live layout with `layout` as its successor. Members then download their missing layers, and the
+        live layout's last version is set afterwards. It is set at once if no layer is missing, if a download during a
+        standstill is cheaper, or if experts are placed."""
         announced = self._announced(live, layout.stages, layout.reason, look.now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced

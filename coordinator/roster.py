@@ -253,8 +253,7 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Record, for people, the peers that the previous coordinator missed; they get a full timeout like the
-        others."""
+        """Record, for people, the peers that the previous coordinator missed. They get a full timeout, as others do."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.at(absence.peer).presence
             if seen is not None and seen.heartbeat is None:

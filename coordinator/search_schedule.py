@@ -68,8 +68,7 @@ class SearchSchedule:
         self._last: SearchJob | None = None
         """The last search that has ended, by us or the predecessor."""
         self._is_bug = False
-        """True if the last search raised an exception: another one for the same places and swarm would raise it,
-        too."""
+        """True if the last search raised an exception: another for the same places and swarm would raise it, too."""
         self._inherited: tuple[Places, frozenset[Pair]] | None = None
         """The places that the predecessor has searched, and the unreachable pairs at that time."""
         self._seen: tuple[Places, Swarm] | None = None
@@ -143,8 +142,7 @@ class SearchSchedule:
         seed: int,
         is_off: bool = False,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: nothing has changed since the last one, or a first search is
-        running."""
+        """Return the search to begin now; None: nothing has changed since the last, or a first search is running."""
         job, last = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:

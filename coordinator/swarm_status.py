@@ -1,7 +1,6 @@
 """Builds the swarm's status for people: places, progress, why the run cannot continue, which state it may lose. Pure.
 
-Only this module makes these sentences, and `SwarmStatus` carries them, so every terminal, page and script shows the
-same.
+Only this module makes these sentences; `SwarmStatus` carries them, so every terminal, page and script shows the same.
 """
 
 from collections.abc import Collection, Sequence

@@ -5,8 +5,8 @@ straight lines between them. The rate is the rise of the curve in the window ove
 still for a whole window has a rate of zero. The window ends at the last commit or, if the next step is slower than
 usual, one usual step before now. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
-The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
-a heartbeat."""
+The figure is the same on every coordinator: marks travel with their ages, in leadership transfers and heartbeat
+replies."""
 
 import math
 from collections import deque
@@ -31,8 +31,8 @@ MUCH = 1.25
 """The median of the last `LATE_MARKS` marks counts as the layout's rate if it is lower by more than this factor."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late after `LATE_STEPS` (for the rate of a layout: `SLOW_STEPS`) times the usual step time, and at least
-`STANDS_S`."""
+"""A step is late after `LATE_STEPS` times the usual step time (for the rate of a layout: `SLOW_STEPS` times), and after
+`STANDS_S` at least."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
@@ -63,7 +63,8 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. Ignore `step` after a later one, which has counted it."""
+        """Record that `step` was committed at `at_s`. A step that arrives after a later one is ignored: it was counted
+        then."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -128,9 +129,11 @@ class TokenRate:
         """Return (expected commits in the next `seconds`, fraction of the following step done by then) at the current
         pace; None before the second step.
 
-        Args: seconds: may be negative: then count the progress up to that long ago, so a commit that is due now counts
-        as late. believed_s: predicted time of a step. A late step counts with this time, or the longer time that it has
-                already taken.
+        Args:
+            seconds: may be negative: then count the progress up to that long ago, so a commit that is due now counts as
+                late.
+            believed_s: predicted time of a step. A late step counts with this or the longer time that it has taken
+                already.
         """
         if len(self._marks) < 2:
             return None

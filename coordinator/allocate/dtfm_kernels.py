@@ -30,8 +30,7 @@ _PROBES = 128
 """An annealing first tries this many changes without keeping any: their mean size sets its temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
 """The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce (dp, in seconds) of a member, and the
-sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square of all
-hops."""
+sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square hop."""
 
 
 # --- exact matching and order ---
@@ -139,8 +138,8 @@ def open_path(cost, order):
 
 @kernel
 def settle(x, share, hop):
-    """Put the stages into the order in which the longest hops between neighbours have the least sum, and match the
-    members of neighbours so that their longest hop is shortest. Changes `x`.
+    """Put the stages of layout `x` into the order in which the longest hops between neighbours have the least sum, and
+    match the members of neighbours so that their longest hop is shortest. Changes `x`.
 
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.

@@ -149,8 +149,7 @@ def _slot(
 
 
 def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
-    """Return the stages of `previous`, each with its holders that are still live, can hold the stage, and reach each
-    other."""
+    """Return the stages of `previous`, each with its live holders that can hold the stage and reach each other."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(

@@ -45,7 +45,7 @@ from shoal.protocol.topology import Topology, make_topology
 STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""A search that keeps the boundaries leaves at least this number of holders in a stage that has as many."""
+"""A search that keeps the boundaries leaves at least this number of holders in a stage that now has as many or more."""
 HOME_TIMES = 1.05
 """A newcomer goes to a stage for which it has the state, if the step is at most this many times the shortest one."""
 SMALL_DEVICES = 32
@@ -55,7 +55,7 @@ FIRST_WORK_MAX = 300_000_000
 """The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
 into stages stays until a better one is worth a halt. With few devices (`SMALL_DEVICES`) the factor is smaller."""
 FIRST_HORIZON_S = 3600.0
-"""First layouts are compared by the steps in this time, since members may have to fetch frozen weights first."""
+"""First layouts are compared by the steps made in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
 """Fetching frozen weights takes this many times as long as line rates say, since at first only one peer has them. (16
 homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
@@ -205,8 +205,7 @@ def _first_topology(snapshot: SwarmSnapshot) -> Topology:
 
 def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. In a run with adapters,
-    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink or all uplinks
-    together need."""
+    steps begin when every member has fetched the frozen base, over the slowest downlink or all uplinks together."""
     topology, base = throughput.topology, throughput.workload.memory.base
     step_s, base_s = losses.step_s(throughput, placement), 0.0
     if base is not None and base.travels:
@@ -244,8 +243,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return why the best other layout is not worth its cost. Args: change: the move to that layout; None: none was
-    found."""
+    """Return why the best other layout is not worth its cost. Args: change: the move to that layout; None: there is
+    none."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)

@@ -41,7 +41,7 @@ JOB_VARIANCE = 0.1**2
 LEAST_VARIANCE = 0.05**2
 """The variance that remains after any number of reports: in another stage or at another hour the speed differs."""
 VARIANCE_PER_S = 0.2**2 / 600.0
-"""The growth of the variance a second: ten minutes after its last measurement a figure may be off by 20 % more."""
+"""The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
 """The variance of a probe: the mean of log(measured / claimed speed)^2 of the devices and of this many times `WIDE`."""
 CLAIM_MIN = 2.0

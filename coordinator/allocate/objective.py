@@ -374,7 +374,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`; on a path, the larger factor of both ends
+    """Return `topology` with the line rates of device n times `part_N[n]`; on a path, the larger factor of two
     counts."""
     return replace(
         topology,

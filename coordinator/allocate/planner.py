@@ -43,8 +43,8 @@ FLAT_MAX = 2048
 
 
 def default_work(num_devices: int) -> int:
-    """Return the default budget in units of work: on one core about half a second with 64 devices, 2 s with 1,000, 16 s
-    with 10,000."""
+    """Return the default budget in units of work: on one core about 0.5 s with 64 devices, 2 s with 1,000, 16 s with
+    10,000."""
     return 34_000_000 + 240_000 * num_devices
 
 
@@ -101,7 +101,7 @@ class _Found:
 
     placement: Placement
     cost: Cost
-    """The cost without that of moving. A placement found on the units of a large swarm may be impossible."""
+    """The cost without that of moving state. A placement found on units may be impossible on single devices (inf)."""
     foreseen_s: float
     """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. They compare
     numbers of stages; the search itself minimises another figure, T of `cost/pipeline.py`."""

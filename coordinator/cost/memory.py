@@ -95,8 +95,8 @@ class StageMemory:
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
         """Return the memory that plans count: the least that must be in GPU memory. A peer with less free memory
         reports its free memory (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a
-        GPU that is too small could offload only activations, and plans do not know by how much that would slow its
-        jobs."""
+        GPU that is too small could offload only activations, and plans do not know how much slower its jobs would
+        be."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
@@ -240,8 +240,8 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """Return the bytes of autograd's graph for one token in one layer: residuals and norms in fp32, the rest in the
-    compute format."""
+    """Return the bytes of autograd's graph for one token in one layer: residuals and norms in fp32, the rest
+    narrower."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

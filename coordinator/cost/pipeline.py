@@ -63,8 +63,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FLOW_ROUNDS = 6
-"""The rounds of `fill`. Its flow is 94 % of the maximum in the median, 73 % at least (compared with linear programming
-in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
+"""The rounds of `fill`. The flow found is 94 % of the maximum in the median, 73 % at least (compared with linear
+programming in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
 COMMIT_LATENCIES = 4.0
 """A commit sends four messages in a row: Progress to the leader, RoundStart, a part, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
@@ -177,8 +177,8 @@ ENTRIES = ("build", "evaluate")
 
 def build(P, S, stage, bounds):
     """Put a placement into S, and mark all its values as not computed (dirty). Args: stage: int64 [N], the stage of
-    each unit (a device or a cluster of them); -1: none. bounds: int64 [K + 1], the first layer of each stage, then
-    L."""
+    each unit (a device or a cluster); -1: none. bounds: int64 [K + 1]; stage k has layers bounds[k] to bounds[k + 1] -
+    1."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -197,7 +197,7 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute the rates of stage k's members to both neighbouring stages, and their parts of its reduction. Returns:
+    """Compute the rates of stage k's members to neighbouring stages, and their parts of its reduction. Returns:
     work."""
     K = len(S.count)
     work = 0

@@ -99,8 +99,7 @@ class ThroughputObjective:
         return seconds if seconds < pipeline.IMPOSSIBLE else np.inf
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return the bytes that each member sends over its network card in a step, by stage. It receives as many
-        bytes."""
+        """Return the bytes that each member, by stage, sends over its network card in a step. It receives as many."""
         evaluation = self._evaluated(placement)
         return tuple(tuple(evaluation.sent_bytes(k).tolist()) for k in range(len(placement.stages)))
 
@@ -295,8 +294,7 @@ def split(topology: Topology, workload: Workload, placement: Placement) -> Split
 
 
 def _loops(num_devices: int) -> Any:
-    """Return the module `pipeline`, or its compiled twin if the twin is ready or the swarm is large. Both give the same
-    bits."""
+    """Return the module `pipeline`, or its compiled twin (same bits) if that is ready or the swarm is large."""
     # Another thread may be importing the module, which then lacks its functions.
     is_ready = getattr(sys.modules.get("shoal.coordinator.cost.compiled"), "is_ready", None)
     if num_devices <= LARGE and not (is_ready and is_ready()):

@@ -147,8 +147,7 @@ def nearest_counts(
     counts: Sequence[int], loads: Sequence[float], *, num_slots: int, min_replicas: int, ratio_max: float
 ) -> list[int]:
     """Change replica counts one by one, until they fill the slots and the busiest replica has at most `ratio_max` times
-    the mean load. Args: ratio_max: must be above the ratio of the best counts; then each change leads towards these
-    counts."""
+    the mean load. Args: ratio_max: above the ratio of the best counts; then each change leads towards these counts."""
     counts = [max(min_replicas, count) for count in counts]
     while sum(counts) != num_slots or busiest_replica_load_ratio(loads, counts) > ratio_max:
         if sum(counts) >= num_slots:
