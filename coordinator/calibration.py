@@ -137,7 +137,8 @@ class Calibration:
 
     @property
     def _is_out_of_date(self) -> bool:
-        """True if the median predates a slowdown: current prediction and newest step are far below the median."""
+        """True if the measured rate (a median) predates a slowdown: the current prediction and the newest step are far
+        less."""
         both = self._believed, self._newest
         return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 
@@ -235,7 +236,7 @@ class Calibration:
             self._learned_to = version
 
     def searched(self) -> None:
-        """Record that a search for a better layout begins, so that the same ratio does not start another."""
+        """Record that a search begins, so that the same ratio of measured to predicted rate does not start another."""
         self._noted = self.ratio
 
     def _off_now(self) -> float | None:

@@ -28,9 +28,9 @@ ASKED_MAX = 8
 PLANS_OPENED_MAX = 16
 """Number of opened plans that are remembered, so that a plan in twenty heartbeats is verified once."""
 HINT_HEARTBEATS = 5.0
-"""For this long we believe a hint that a peer coordinates a plan above ours, and send that peer our heartbeats."""
+"""How long we believe a hint that a peer coordinates a plan above ours, and send that peer our heartbeats."""
 DOUBT_HEARTBEATS = 60.0
-"""If the peer has not shown that plan within `HINT_HEARTBEATS`, we believe no hint about the peer for this long."""
+"""If the peer of a hint has not shown its plan within `HINT_HEARTBEATS`, hints about it are ignored for this long."""
 DOUBTED_MAX = 64
 GONE_ON_HEARTBEATS = 3.0
 """If our coordinator names another plan for this long, it has gone on without us, and we fetch the links we lack."""

@@ -94,7 +94,7 @@ class ClusterView:
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """Members of the last plan with other members than now; they may still report work that they did under it."""
+        """Members of the last plan with other members than now: they may still report work that they did for it."""
         self._changed_s = math.inf
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._num_divisions = 0
@@ -445,8 +445,8 @@ class ClusterView:
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
         """Predict these stages' throughput by `ThroughputObjective` alone; None: impossible, or too large a swarm.
-        Args: formats: wire formats; None: the narrowest. runs_ahead: as plans are made for (None), synchronous steps
-        (False), later ones."""
+        Args: formats: wire formats between the stages; None: the narrowest. runs_ahead: False: predict synchronous
+        steps; True: later steps; None: the kind that plans are now made for."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)
@@ -467,7 +467,7 @@ class ClusterView:
     def _snapshot_of(
         self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
     ) -> SwarmSnapshot | None:
-        """Return the inputs of a prediction for these stages; None: too many members for a quick one."""
+        """Return the inputs of a prediction for these stages; None: too many members for a quick prediction."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:

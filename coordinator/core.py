@@ -78,7 +78,7 @@ VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
-"""Tick interval of peers that watch for failures: the coordinator, and followers that doubt it."""
+"""Tick interval of peers that watch for failures: the coordinator, and followers that doubt the coordinator."""
 JITTER = 0.1
 """Heartbeat intervals vary by this share: a thousand peers with one plan must not report in one millisecond."""
 SOON_HEARTBEATS = 0.25

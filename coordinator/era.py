@@ -66,7 +66,7 @@ class CheckpointCatalog:
         return cls(parts=parts)
 
     def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "CheckpointCatalog":
-        """Return only certified layers. Args: certified: (era, version) -> the certified layers; None: all."""
+        """Return only certified layers. Args: certified: (era, version) -> its certified layers; None: all layers."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
             sound = certified(age)

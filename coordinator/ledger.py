@@ -35,7 +35,7 @@ HISTORY_STEPS = 1024
 """Number of newest steps that are remembered; a report of an older step counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
 _NOTICE_HEARTBEATS = 2.5
-"""How far ahead a version to save is named: each peer learns of it by its next heartbeat, and that may be late."""
+"""How early the version to save is named: each peer learns of the version by its next heartbeat, which may be late."""
 _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 

@@ -71,7 +71,8 @@ IN_USE_STALE_S = 60.0
 """A link is measured again after `STALE_S` or, if the plan uses it, after `IN_USE_STALE_S`."""
 DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
-"""While the run is slower than the figures explain, these replace `APART_HEARTBEATS` and `IN_USE_STALE_S`."""
+"""The interval `DOUBT_HEARTBEATS` and the age `DOUBT_STALE_S` replace `APART_HEARTBEATS` and `IN_USE_STALE_S` while the
+run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
 """Links towards a peer with a possibly slow line are measured after `SUSPECT_STALE_S`, this many in a heartbeat."""

@@ -42,11 +42,11 @@ RETURN_S_MAX = 600.0
 NOTICE_HEARTBEATS = 3.0
 """Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""Like `NOTICE_HEARTBEATS`, if the version is chosen without a spare step: a surer, and so longer, time is needed."""
+"""Like `NOTICE_HEARTBEATS`, the time until all members know when the layout ends, but safer: no spare step is added."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
-"""If no download has progressed for this long, a change of layout waits for none. If no step has, a change that is
-already set is called off. The longer of the two times counts."""
+"""If no download has progressed for `END_PATIENCE_S` or this many steps, whichever is longer, a change of layout no
+longer waits for any. If no step has progressed for so long, a change that is already set is called off."""
 SEEN_AHEAD_S = 30.0
 """Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
@@ -73,8 +73,7 @@ class _Look:
 
 
 class ReplanPolicy:
-    """Chooses layouts from a coordinator's view of the swarm. Args: has_lost_all: True: our disk had snapshots and none
-    can be read."""
+    """Chooses layouts from `view`. Args: has_lost_all: returns True if our disk had snapshots and none can be read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -285,8 +284,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while the run waits for absent disks. Then keep the role: a new coordinator would start the wait
-        anew."""
+        """True while the run waits for absent disks. Keep the role then: a successor would start the wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
@@ -300,7 +298,7 @@ class ReplanPolicy:
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
         """Return the facts that require a new layout at once when they change. Memory is among these, because a peer
         lowers its claim when its place was too large; so are the holders of each state while a member drains. Speeds
-        are not: after a change of speed a search follows, if any."""
+        are not: a change of speed can only lead to a search."""
         drains = any(peer.draining for peer in peers)
         told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))

@@ -83,7 +83,7 @@ TERM_HEARTBEATS = 1.5
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""The coordinator renews it this soon if it hears no majority: the others may have another coordinator."""
+"""A coordinator that hears no majority renews the chain's record this soon: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
 """A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
 SEARCH_HEARTBEATS = 3.0

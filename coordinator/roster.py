@@ -20,7 +20,7 @@ from shoal.protocol.plan import Plan
 FLOOR_HEARTBEATS = 3.0
 """A process that stands still for three heartbeats and answers no ping counts as gone; it may return."""
 OVERDUE_HEARTBEATS = 1.1
-"""A heartbeat that is later than this causes a ping; heartbeats vary by a twentieth."""
+"""A peer gets a ping if its next heartbeat is not here after this time; heartbeats vary by a twentieth."""
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
@@ -196,7 +196,7 @@ class Roster:
             self.signed(peer, now_s)
 
     def arrivals(self, peer: PeerID) -> Arrivals:
-        """Return the heartbeat statistics of a peer that is here."""
+        """Return the heartbeat statistics of a peer that is present."""
         seen = self.at(peer).presence
         assert seen is not None
         return seen.arrivals

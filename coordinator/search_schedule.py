@@ -119,7 +119,7 @@ class SearchSchedule:
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
         """True if `begin` should be called. Args: is_off: the layout is far slower than predicted, or its rate has
-        changed since the last search; then the next search need only wait for the rest after the last one."""
+        changed since the last search; then the next search need only wait for the pause after the last one."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm

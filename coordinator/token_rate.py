@@ -63,8 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. A step that arrives after a later one is ignored: it was counted
-        then."""
+        """Record that `step` was committed at `at_s`; if a later step was recorded before, `step` counts already."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -130,10 +129,9 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: may be negative: then count the progress up to that long ago, so a commit that is due now counts as
-                late.
-            believed_s: predicted time of a step. A late step counts with this or the longer time that it has taken
-                already.
+            seconds: may be negative: then count the progress up to that long ago, as if a commit due now were late.
+            believed_s: predicted time of a step. A late step counts with this time or, if longer, the time that it has
+                taken.
         """
         if len(self._marks) < 2:
             return None

@@ -88,7 +88,7 @@ def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
     """Divide the layers among the stages so that the slowest stage computes as briefly as possible. Links are ignored.
-    Args: held: microbatches in the memory of each device. Returns: the bounds [K + 1]; None: there is no room."""
+    Args: held: microbatches in the memory of each device. Returns: the bounds [K + 1]; None: too little memory."""
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
     flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
@@ -106,7 +106,7 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: bytes of memory of all layers before each bound, at a stage with `members` members."""
+    """Return float64 [L + 1]: a member's memory in bytes for all layers before each bound, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 

@@ -52,8 +52,8 @@ SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
-into stages stays until a better one is worth a halt. With few devices (`SMALL_DEVICES`) the factor is smaller."""
+"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, up to 3 s of one core: a bad first
+division into stages stays until a better one is worth a halt. With fewer devices (`SMALL_DEVICES`) it gets less."""
 FIRST_HORIZON_S = 3600.0
 """First layouts are compared by the steps made in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
@@ -61,7 +61,7 @@ BASE_TIMES = 3.0
 homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""A plan gets new shares of work once one is off by `SHARE_DRIFT` times. A share below `SHARE_MIN` counts as that."""
+"""A plan gets new shares of work if one is off by `SHARE_DRIFT` times; less than `SHARE_MIN` counts as `SHARE_MIN`."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
 """If there are more newcomers than `NEWCOMERS_MAX`, speed alone places them. Only the `SPARES_TRIED` fastest spares are

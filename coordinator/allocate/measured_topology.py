@@ -44,7 +44,7 @@ SAME_MACHINE_S = 0.001
 CARD_MAX = 16.0
 """A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
-"""One-way latency between peers at which the weight falls by the factor e with which their links predict each other."""
+"""The weight with which links predict each other falls by the factor e for each such latency between their ends."""
 LIMITED = 0.75
 """A bottleneck lies between two places if more than this part of the links between them are slower than their ends."""
 _POWER = 4.0
@@ -142,7 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N], bytes/s of the bottleneck between i and j, as links from near i to near j show it; inf: none."""
+    """Return [N, N], bytes/s of the bottleneck between i and j, as links between peers near them show it; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():

@@ -374,8 +374,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`; on a path, the larger factor of two
-    counts."""
+    """Return `topology` with device n's line rates times `part_N[n]`; a path gets the larger factor of its two ends."""
     return replace(
         topology,
         bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,

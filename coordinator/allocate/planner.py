@@ -43,7 +43,7 @@ FLAT_MAX = 2048
 
 
 def default_work(num_devices: int) -> int:
-    """Return the default budget in units of work: on one core about 0.5 s with 64 devices, 2 s with 1,000, 16 s with
+    """Return the default budget in units of work: on one core 0.5 s with 64 devices, 2 s with 1,000, 16 s with
     10,000."""
     return 34_000_000 + 240_000 * num_devices
 

@@ -21,7 +21,7 @@ from shoal.coordinator.cost.pipeline import (
 )
 
 _HEAT = 0.08
-"""At its beginning, a search at heat 1 accepts a placement that is worse by up to this fraction."""
+"""A search at heat 1 at first accepts a placement that is worse by up to this fraction."""
 
 
 # --- where the model is cut ---
@@ -69,8 +69,7 @@ def _cut(P, S, work):
 
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
-    """Price the stages with `bounds` or, if `is_cut`, with those that `_cut` finds; S.bounds then has the priced
-    bounds.
+    """Price the stages with `bounds` or, if `is_cut`, with the bounds that `_cut` finds; S.bounds then has these.
     Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is added.
     Returns: the cost, the cost of moving state included."""
     build(P, S, stage, bounds)
@@ -170,7 +169,7 @@ def _apply(S, kind, x, y):
 
 @inner
 def _copy(A, B):
-    """Copy from state A to state B what an evaluation does not recompute, except where a move changed something."""
+    """Copy from state A to state B the values that an evaluation recomputes only where a move changed something."""
     for row in range(TAKEN + 1):
         for d in range(len(A.stage)):
             B.loads[row, d] = A.loads[row, d]
@@ -208,7 +207,7 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d keeps its stage of the current plan, and the stage must keep all such units that it has."""
+    """True if unit d is in its stage of the current plan, and the stage must keep all units of which that is true."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False

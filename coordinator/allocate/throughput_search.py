@@ -202,8 +202,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return all devices in a row: a random one, then always the nearest unused one. One row in four is
-        shuffled."""
+        """Return all devices in a row: a random one, then always the nearest one left; one row in four is shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)

@@ -19,7 +19,7 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""The fp32 moments of a parameter. Muon has one, and a second one except for hidden matrices."""
+"""The fp32 moments of a parameter. Muon keeps one, and a second one for parameters that are not in hidden matrices."""
 LOGITS_BYTES_MAX = 1 << 28
 """The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
@@ -95,8 +95,7 @@ class StageMemory:
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
         """Return the memory that plans count: the least that must be in GPU memory. A peer with less free memory
         reports its free memory (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a
-        GPU that is too small could offload only activations, and plans do not know how much slower its jobs would
-        be."""
+        GPU that is too small could offload only activations, and plans do not know how much that slows its jobs."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
@@ -240,8 +239,8 @@ def _dense_bytes(spec: RunSpec, numel: float, key: str) -> float:
 
 
 def _graph_bytes(spec: RunSpec) -> float:
-    """Return the bytes of autograd's graph for one token in one layer: residuals and norms in fp32, the rest
-    narrower."""
+    """Return the bytes of autograd's graph for one token in one layer: residuals and norms in fp32, the rest in the
+    compute format."""
     model = spec.model
     of = BF16 if spec.training.compute == "bf16" else FP32
     heads, kv = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim

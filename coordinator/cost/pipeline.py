@@ -112,7 +112,7 @@ STEP_S, FLOW_S, CHAIN_S, ISSUE_S, UNEVEN_S, AHEAD = range(6)
 """The positions in `S.step`. `STEP_S`: T; `FLOW_S`: T_flow; `CHAIN_S`: T_chain; `ISSUE_S`: seconds to issue M
 microbatches, less the last one's job; `UNEVEN_S`: job / 2; `AHEAD`: the steps ahead with the shortest T, s_max or 0."""
 PATHS, STAGES, PAIRS = range(3)
-"""The rows of `S.dirty`: which values of a stage must be computed again."""
+"""The rows of `S.dirty`: True if a stage's paths, its times, or its flow to the next stage must be computed again."""
 
 
 class PipelineInput(NamedTuple):
@@ -177,8 +177,7 @@ ENTRIES = ("build", "evaluate")
 
 def build(P, S, stage, bounds):
     """Put a placement into S, and mark all its values as not computed (dirty). Args: stage: int64 [N], the stage of
-    each unit (a device or a cluster); -1: none. bounds: int64 [K + 1]; stage k has layers bounds[k] to bounds[k + 1] -
-    1."""
+    each unit (a device or a cluster); -1: none. bounds: int64 [K + 1]; stage k begins with layer bounds[k]."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -197,8 +196,7 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute the rates of stage k's members to neighbouring stages, and their parts of its reduction. Returns:
-    work."""
+    """Compute how fast stage k's members reach neighbouring stages, and their parts of its reduction. Returns: work."""
     K = len(S.count)
     work = 0
     for a in range(S.count[k]):

@@ -68,7 +68,7 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.topology import Floats, Topology
 
 _CROWDED = 0.4
-"""In the module's formula for the prediction: the c_j at which the 4-norm applies fully; fitted to five scenarios."""
+"""The c_j, in the module's formula for the prediction, at which the 4-norm applies fully; fitted to five scenarios."""
 LARGE = 256
 """More devices than this need the compiled loops: with 200, one evaluation takes Python 30 ms."""
 

@@ -74,8 +74,7 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness, by which the pipeline's control chooses how much runs ahead. None: as much as `s_max`
-    admits."""
+    """The price of staleness, by which the pipeline's control chooses how much runs ahead; None: as much as may."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """How experts are placed; None: each member holds all experts of its layers."""

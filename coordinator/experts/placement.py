@@ -18,7 +18,7 @@ SEARCHES = 3
 PATIENCE = 150
 """A search ends after this many tries without a gain."""
 SLOTS_TRIED = 60
-"""With more slots than this, each try takes longer, so a search ends after fewer tries."""
+"""The number of slots above which a search ends after fewer tries, because each try takes longer."""
 
 
 # --- how many ---
