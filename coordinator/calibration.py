@@ -75,7 +75,7 @@ class Calibration:
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
-        """Current prediction of the objective, without the learned factor."""
+        """The objective's current prediction for the live layout, without the learned factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
         """(measured tokens/s of the live layout, measured steps). The rate is corrected for synchronous steps."""
@@ -137,8 +137,7 @@ class Calibration:
 
     @property
     def _is_out_of_date(self) -> bool:
-        """True if the measured rate (a median) predates a slowdown: the current prediction and the newest step are far
-        less."""
+        """True if the measured rate (a median) predates a slowdown: prediction and newest step are far lower now."""
         both = self._believed, self._newest
         return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 

@@ -33,7 +33,7 @@ DOUBT_HEARTBEATS = 60.0
 """If the peer of a hint has not shown its plan within `HINT_HEARTBEATS`, hints about it are ignored for this long."""
 DOUBTED_MAX = 64
 GONE_ON_HEARTBEATS = 3.0
-"""If our coordinator names another plan for this long, it has gone on without us, and we fetch the links we lack."""
+"""If our coordinator names another plan for this long, it has gone on without us, and we fetch the later plans."""
 
 
 class VerifiedPlans:

@@ -34,8 +34,8 @@ LARGE_PEERS = 64
 """The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
 read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is
-predicted then, a repaired plan shares work by speeds only, and state for another division is always fetched ahead."""
+"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. In such a swarm no
+throughput is predicted, repaired plans share work by speeds only, and state for another division is fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
 """Interval at which the throughput of the live layout is predicted."""
 RETURN_HEARTBEATS = 10.0
@@ -43,7 +43,7 @@ RETURN_HEARTBEATS = 10.0
 for a silent peer that holds the only copy of a state."""
 
 HORIZON_S_MAX = 4 * 3600.0
-"""A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
+"""A swarm that has not changed for some time is expected to stay unchanged for as long again, but at most this long."""
 
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a leadership transfer that is too large for a message: a plan of some hundreds of
@@ -278,7 +278,8 @@ class ClusterView:
 
     @property
     def claimed(self) -> tuple[int, int]:
-        """Newest snapshot (era, version) that a member with a place reports, certified or not; (0, 0): none."""
+        """Newest snapshot (era, version) that a member with a stage or expert reports, certified or not; (0, 0):
+        none."""
         beats = self.roster.beats(self._working)
         return max(((held.era, held.version) for _, beat in beats for held in beat.holdings), default=(0, 0))
 

@@ -20,8 +20,8 @@ ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
 """Interval at which our advert is renewed: two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""How long the directory keeps the head of the chain after the last coordinator fell silent, so that newcomers find the
-chain. Of several records the highest one counts."""
+"""How long the directory keeps the head of the chain for newcomers, after the last coordinator has fallen silent. The
+highest record counts."""
 READERS = 64
 """A peer that knows fewer peers than this reads all adverts with each renewal of its own; others read less often."""
 DIALS_MAX = 16

@@ -115,7 +115,8 @@ class CoordinatorWatch:
         self._gone_s: float | None = None
         """When the coordinator's process was found to be gone; None: it was not."""
         self.is_close = False
-        """True if we are among the first in rank, and therefore ping the coordinator all the time."""
+        """True if we are among the first in rank (the order of succession), and so ping the coordinator all the
+        time."""
         self._alarm_until_s = now_s
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role through silence, and the beginning of that silence."""
@@ -144,7 +145,7 @@ class CoordinatorWatch:
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def keep_close(self, close: bool, now_s: float) -> None:
-        """Set whether we are among the next peers in rank, which ping the coordinator."""
+        """Set whether we are among the next peers in rank (the order of succession), which ping the coordinator."""
         if close and not self.is_close:
             self._pings.excuse(self._sign_s)
             self._inquiry.ping_at_s = now_s

@@ -169,7 +169,7 @@ class LinkSurvey:
     # --- pairs without a link ---
 
     def pairs(self, now_s: float, among: Collection[PeerID] | None = None) -> frozenset[Pair]:
-        """Return the pairs that cannot reach each other. Args: among: only pairs of these peers; None: all."""
+        """Return the pairs of peers that cannot reach each other. Args: among: only pairs of these peers; None: all."""
         return frozenset(
             (one, other)
             for one, record in self._roster.records.items()
@@ -184,7 +184,7 @@ class LinkSurvey:
         return frozenset(other for other in failing if self._apart_s(peer, other, now_s) is not None)
 
     def tell(self, now_s: float) -> tuple[UnreachablePair, ...]:
-        """Return the unreachable pairs for the next coordinator."""
+        """Return the pairs of peers that cannot reach each other, for the next coordinator."""
         told = ((now_s - (self._apart_s(one, other, now_s) or 0.0), one, other) for one, other in self.pairs(now_s))
         return tuple(UnreachablePair(one, other, age_s) for age_s, one, other in sorted(told)[:TOLD_MAX])
 
@@ -317,7 +317,7 @@ class LinkSurvey:
         )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
-        """True if enough links between `peer` and `others` are known to give `peer` a place."""
+        """True if enough links between `peer` and `others` are known to give `peer` a stage."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:

@@ -459,8 +459,7 @@ class Proposer:
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
     """Return `stages` with each member's `since`: as in `before` if the member had the same place there, else
-    `sequence`. Raise small shares and bandwidths to the stage's largest / `APART_MAX`, since a member may claim any
-    value."""
+    `sequence`. Raise small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim anything."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}

@@ -52,7 +52,7 @@ SEEN_AHEAD_S = 30.0
 FIGURES_HEARTBEATS = 15.0
 """Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
 FETCH_S_MAX = 600.0
-"""Searches wait while members download the state of new places, but at most for this long."""
+"""Searches wait while members download the state of their new stages, but at most for this long."""
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0

@@ -94,9 +94,11 @@ the role would never rest in a swarm where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
 """Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
-"""Time for an heir's first plan, besides `ROUND_TRIPS`: requesting the term and the votes takes two round trips."""
+"""Time for the first plan of an heir (the next coordinator), besides `ROUND_TRIPS`: requesting the term and the votes
+takes two round trips."""
 ROUND_TRIPS = 6.0
-"""An heir's time is longer by this many of our round trips to it: its own round trips to members may be longer."""
+"""An heir (the next coordinator) gets this many of our round trips to it in addition to `PATIENCE_HEARTBEATS`: its own
+round trips to members may be longer than ours."""
 
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:

@@ -352,7 +352,7 @@ class Roster:
 
     def has_state(self, peer: PeerID, live: Plan) -> bool:
         """True if `peer` reports the state of the stage that `live` gives it. A report from before `peer` got that
-        place does not count, because `peer` downloads the state again."""
+        stage does not count, because `peer` downloads the state again."""
         beat = self._beat_in_place(peer, live)
         return beat is not None and beat.synced
 
@@ -361,14 +361,14 @@ class Roster:
         return all(self.has_state(peer, live) for stage in live.stages for peer in stage.peers)
 
     def _beat_in_place(self, peer: PeerID, live: Plan) -> Heartbeat | None:
-        """Return the last heartbeat of `peer` if it is in the place that `live` gives it."""
+        """Return the last heartbeat of `peer` if it reports the stage that `live` gives to `peer`; else None."""
         beat = self.beat(peer)
         if beat is None or (beat.era, beat.stage) != (live.era, live.stage_of(peer)):
             return None
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) if `peer` is a learner in its place in `live`, else None."""
+        """Return (layers with state, layers of its stage) if `peer` is a learner of its stage in `live`, else None."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

@@ -68,9 +68,9 @@ class SearchSchedule:
         self._last: SearchJob | None = None
         """The last search that has ended, by us or the predecessor."""
         self._is_bug = False
-        """True if the last search raised an exception: another for the same places and swarm would raise it, too."""
+        """True if the last search raised an exception: another for the same layout and swarm would raise it, too."""
         self._inherited: tuple[Places, frozenset[Pair]] | None = None
-        """The places that the predecessor has searched, and the unreachable pairs at that time."""
+        """The layers and members that the predecessor has searched for, and the pairs of peers then unreachable."""
         self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
         self._due_s = -math.inf
@@ -119,7 +119,7 @@ class SearchSchedule:
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
         """True if `begin` should be called. Args: is_off: the layout is far slower than predicted, or its rate has
-        changed since the last search; then the next search need only wait for the pause after the last one."""
+        changed since the last search began; then the next search is due after the usual pause."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm

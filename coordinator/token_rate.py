@@ -19,12 +19,12 @@ from shoal.protocol.messages import PaceMark
 
 WINDOW_S = 60.0
 WINDOW_STEPS = 4
-"""The window has at least this many usual steps: fewer say little about a rate."""
+"""The window over which the rate is measured has at least this many usual steps: fewer say little."""
 MARK_S = 8.0
 MARKS_MAX = 20
 """The most marks that are kept. Two span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over this many of its last marks; a change shows after four."""
+"""A layout's rate is the median over this many of its last marks (points of the curve); a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25

@@ -35,7 +35,7 @@ from shoal.protocol.messages import Heartbeat, PlanNote, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan
 
 PROBATION_HEARTBEATS = 120.0
-"""How long a member must have a place before it votes: two minutes, or two terms, at one heartbeat a second."""
+"""How long a member must hold a stage or expert before it votes: two minutes, or two terms, at a heartbeat a second."""
 ELECTORS_MIN = 3
 HEARD_HEARTBEATS = 2.0
 """A removed member that was heard within this time is asked whether it is gone. A coordinator's timeout is at least
@@ -68,7 +68,7 @@ class Electorate:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
         self._invite_of = invite_of
         self._placed: dict[PeerID, tuple[float, bool]] = {}
-        """Member with a place -> (when it got the place, as far as we have seen; whether we have seen it arrive)."""
+        """Member with a stage or expert -> (when it got that, as far as we know; whether we have seen it arrive)."""
         self._refused: set[PeerID] = set()
         self._one_by_one = False
 

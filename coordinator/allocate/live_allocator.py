@@ -64,8 +64,8 @@ SHARE_MIN = 0.02
 """A plan gets new shares of work if one is off by `SHARE_DRIFT` times; less than `SHARE_MIN` counts as `SHARE_MIN`."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
-"""If there are more newcomers than `NEWCOMERS_MAX`, speed alone places them. Only the `SPARES_TRIED` fastest spares are
-tried in the stages. Each trial costs evaluations."""
+"""Each trial of a peer in a stage costs evaluations. So only the `SPARES_TRIED` fastest spares are tried in the stages,
+and more than `NEWCOMERS_MAX` newcomers are placed by speed alone."""
 
 
 class EvolutionaryAllocator:

@@ -70,7 +70,7 @@ class Estimate:
     at_s: float = -math.inf
     """The time of the last measurement."""
     _odd: int = 0
-    """The number of last reports that are all far above the average; negative: far below it."""
+    """How many last reports in a row were far above the average; negative: far below the average."""
 
     @property
     def value(self) -> float:

@@ -46,13 +46,13 @@ CARD_MAX = 16.0
 NEAR_S = 0.004
 """The weight with which links predict each other falls by the factor e for each such latency between their ends."""
 LIMITED = 0.75
-"""A bottleneck lies between two places if more than this part of the links between them are slower than their ends."""
+"""A bottleneck lies between two places if more than this part of the links between them are slower than both ends."""
 _POWER = 4.0
 """The exponent of the power mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4
 """A peer with at least this number of links slower than estimated is believed to be slow on its other links, too."""
 CENSORED = 0.7
-"""A link that reaches this part of the rate of its ends is no evidence of a bottleneck between them."""
+"""A link that reaches this part of the rate of its ends is no evidence of a bottleneck between these ends."""
 
 
 @lru_cache(maxsize=1)

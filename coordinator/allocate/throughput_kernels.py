@@ -69,8 +69,9 @@ def _cut(P, S, work):
 
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
-    """Price the stages with `bounds` or, if `is_cut`, with the bounds that `_cut` finds; S.bounds then has these.
-    Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is added.
+    """Price the stages with `bounds` or, if `is_cut`, with the best bounds for these stages (`_cut`). The priced bounds
+    are then in S.bounds. Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is
+    added.
     Returns: the cost, the cost of moving state included."""
     build(P, S, stage, bounds)
     cost, _ = evaluate(P, S, work)

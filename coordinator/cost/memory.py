@@ -5,8 +5,8 @@ of the next step, with that step's sum and weights. The optimizer's step takes l
 replaces the state layer by layer. `tests/bench/memory.py` checks the total against real peers (`MEASURED.md`), and
 `tests/peer/pipeline/test_step_memory.py` checks single tensors.
 
-With a GPU, the reduced gradient is in host memory. If the card is full, the optimizer's moments and the *places* (sums
-that compensate staleness) are in host memory, too (`peer/pipeline/offload.py`)."""
+With a GPU, the reduced gradient is in host memory. If the GPU's memory is too small, the optimizer's moments and the
+*places* (sums that compensate staleness) are in host memory, too (`peer/pipeline/offload.py`)."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -32,18 +32,18 @@ class ResidentTerms:
 
     state: float
     weights: float
-    """Weights of other steps: one set for each step ahead; with no steps ahead, one set of the previous version, which
-    exact repair needs. With steps ahead and recomputation there are none."""
+    """Bytes for weights of other steps: one set for each step ahead; with no steps ahead, one set of the previous
+    version, which exact repair needs. With steps ahead and recomputation there are none."""
     narrow_weights: float
-    """bfloat16 copies of the weights with which microbatches compute."""
+    """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
     gradient: float
-    """The gradient of the running microbatch."""
+    """Bytes for the gradient of the running microbatch."""
     sums: float
-    """Gradient sums: one for the step in reduction, one for each step ahead."""
+    """Bytes for gradient sums: one for the step in reduction, one for each step ahead."""
     places: float
-    """One sum of weights for each of `sums`: the weights at which its gradients were taken, to compensate staleness."""
+    """Bytes for sums of weights, one for each of `sums`: the weights at which its gradients were taken."""
     mean: float
-    """The reduced gradient, and its quantized form if it travels in few bits."""
+    """Bytes for the reduced gradient, and for its quantized form if it travels in few bits."""
 
     @property
     def total(self) -> float:
@@ -51,7 +51,8 @@ class ResidentTerms:
 
     @property
     def least_on_card(self) -> float:
-        """Bytes in GPU memory if the GPU is too small: `mean`, `places` and the moments are then in host memory."""
+        """Bytes in GPU memory for each parameter, if the GPU is too small for all: `mean`, `places` and the optimizer's
+        moments are then in host memory (`peer/pipeline/offload.py`)."""
         return FP32 + self.weights + self.narrow_weights + self.gradient + self.sums
 
 

@@ -78,9 +78,9 @@ _GUIDE = 0.03
 chain). Most moves leave the slowest stage unchanged, and so the cost; the added terms tell such moves apart."""
 
 FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
-"""The rows of the table `P.units`. `FLOP`: FLOP/s; `WEIGHT`: number of devices; `MEMORY`: bytes of one device; `UP`,
-`DOWN`: bytes/s of the network card for one device; `FETCH_RATE`: bytes/s for fetching state; `CARRIES`: the unit's
-share of its stage's work in the current plan, which pauses during a fetch."""
+"""The rows of the table `P.units` (a unit is a device or a cluster of devices). `FLOP`: FLOP/s; `WEIGHT`: number of
+devices; `MEMORY`: bytes of one device; `UP`, `DOWN`: bytes/s of the network card for one device; `FETCH_RATE`: bytes/s
+for fetching state; `CARRIES`: the unit's share of its stage's work in the current plan, which pauses during a fetch."""
 HOME_FIRST, HOME_LAST, TEXT = range(3)
 """The rows of the table `P.holds`. `HOME_FIRST`, `HOME_LAST`: the layers for which a unit holds state in the current
 plan; `TEXT`: 1 if it has the run's text, else 0."""
@@ -95,10 +95,10 @@ there is none. A parameter takes `RESIDENT_BYTES` of memory, and `STATE_BYTES` o
 `WORKSPACE_BYTES` are bytes of memory for each stage."""
 PATH_RATE, AWAY, PART, UNIT, TIED, LOAD, CARD, REDUCED, SLOPE, OFFSET, TAKEN, NEEDED = range(12)
 """The rows of `S.loads`, for each unit. `PATH_RATE`: microbatches/s on its slower side (in_d or out_d); `AWAY`: away_d;
-`PART`: p_d, its part of the reduction; `UNIT`: bytes over its card for each byte of the stage's gradient; `TIED`: bytes
-for the matrix that both ends share; `LOAD`: bytes over its card in a step; `CARD`: bytes/s of its card; `REDUCED`: R_d,
-bytes over its card in a reduction; `SLOPE`, `OFFSET`: its card lets it take t `SLOPE` - `OFFSET` microbatches in t
-seconds; `TAKEN`: microbatches that it takes, of M; `NEEDED`: bytes of memory of a device."""
+`PART`: p_d, its part of the reduction; `UNIT`: bytes over its network card for each byte of the stage's gradient;
+`TIED`: bytes for the matrix that both ends share; `LOAD`: bytes over its card in a step; `CARD`: bytes/s of its card;
+`REDUCED`: R_d, bytes over its card in a reduction; `SLOPE`, `OFFSET`: its card lets it take t `SLOPE` - `OFFSET`
+microbatches in t seconds; `TAKEN`: microbatches that it takes, of M; `NEEDED`: bytes of memory of a device."""
 PATH_UNIT, TIED_S, LATENCY, SECONDS, REDUCE, BY_PATH, FREE, COMMIT, JOB, STRAIN = range(10)
 FLOW, HOP, TRIP, BESIDE, ALONE, CROWDED = range(10, 16)
 """The rows of `S.times`, by stage; seconds unless said otherwise. `PATH_UNIT`: the largest (p_d + p_e) / path rate of
@@ -116,7 +116,8 @@ PATHS, STAGES, PAIRS = range(3)
 
 
 class PipelineInput(NamedTuple):
-    """The tables that are the same for all placements: N units, L layers, C network cards, F activation sizes."""
+    """The tables that are the same for all placements: N units (devices or clusters of devices), L layers, C network
+    cards, F activation sizes."""
 
     units: Any
     """float64 [7, N]; the rows are `FLOP` to `CARRIES`, one column for each unit."""
@@ -154,9 +155,10 @@ class PipelineState(NamedTuple):
     count: Any
     """int64 [K], the number of members."""
     bounds: Any
-    """int64 [K + 1], the layers at which the model is cut."""
+    """int64 [K + 1], the first layer of each stage, and at last L."""
     cut_size: Any
-    """int64 [K], the position in `P.cut_bytes` of the cut behind each stage; the last entry is unused."""
+    """int64 [K], the position in `P.cut_bytes` of the activations that each stage sends to the next one; the last entry
+    is unused."""
     sum_bytes: Any
     """float64 [K], bytes for each parameter in the reduction of each stage."""
     loads: Any
@@ -168,7 +170,7 @@ class PipelineState(NamedTuple):
     dirty: Any
     """bool [3, K]; the rows are `PATHS`, `STAGES` and `PAIRS`: True if a stage's values must be computed again."""
     card_load: Any
-    """float64 [C], bytes over each card in a step."""
+    """float64 [C], bytes over each network card in a step."""
 
 
 ENTRIES = ("build", "evaluate")

@@ -88,7 +88,8 @@ class ThroughputObjective:
         """Sizes of activations besides the workload's -> the tables with these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
-        """Return the cost of a placement. Args: wire: bytes of each cut and each reduction; None: the workload's."""
+        """Return the cost of a placement. Args: wire: bytes of tensors between stages and in reductions; None: as in
+        the workload."""
         if why := self._obstacle(placement):
             return Cost.impossible(why)
         return self._evaluated(placement, wire).cost()
