@@ -94,7 +94,8 @@ class ClusterView:
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """Members of the last plan with other members than now: they may still report work that they did for it."""
+        """Members of the last plan with other members than now: they may still report work that they did under that
+        plan."""
         self._changed_s = math.inf
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._num_divisions = 0

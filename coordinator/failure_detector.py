@@ -197,8 +197,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, a silence as long is
-        tolerated later."""
+        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate a silence of that
+        length from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None

@@ -51,7 +51,7 @@ class StepRecord:
     stages that have reported."""
 
     step: int
-    """Counts from 0; after step s, versions are s + 1."""
+    """The number of the step, counted from 0; after step s, versions are s + 1."""
     loss: float | None
     validation: ValidationReport | None
     """The newest validation result; None: it was in an earlier record, or there is none."""

@@ -433,7 +433,8 @@ class ReplanPolicy:
     def _announced(
         self, live: Plan, stages: tuple[Stage, ...], why: str, now_s: float, *, times: int = 1
     ) -> tuple[Next, str]:
-        """Return the live layout with the version at which `stages` replace it, `times` the usual notice ahead."""
+        """Return the live layout with the version at which `stages` replace it. That version is `times` the usual
+        notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1

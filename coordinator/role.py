@@ -277,7 +277,8 @@ class CoordinationRole:
             self._tenure.hasten(now_s)
 
     def failed(self, now_s: float, *, outbid: bool) -> None:
-        """Record that a ballot of ours failed. Wait for a random time, so that two candidates collide only once."""
+        """Record that a ballot of ours failed. Wait for a random time, so that two candidates collide only once.
+        Args: outbid: True if another candidate holds the term that we requested, or a later one."""
         self._is_asking = False
         self._hold_off(now_s + (0.5 + self._rng.random()) * self._heartbeat_s)
         self._policy.unsettle()

@@ -278,15 +278,15 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` devices of column c, from stage k on, with as many of column m, from stage j on. A second call
-    with the same arguments undoes the exchange."""
+    """Exchange `length` devices of column c of layout x, from stage k on, with as many of column m, from stage j on. A
+    second call with the same arguments undoes the exchange."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 
 
 @kernel
 def turn(x, first, last):
-    """Reverse the order of the stages from `first` to `last` - 1. A second call restores the order."""
+    """Reverse the order of the stages of layout x from `first` to `last` - 1. A second call restores the order."""
     for i in range((last - first) // 2):
         for c in range(x.shape[1]):
             x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]
