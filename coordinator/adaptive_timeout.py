@@ -71,7 +71,7 @@ class Arrivals:
 
     @property
     def usual_s(self) -> float:
-        """The gap that is rarely exceeded on a machine that is not busy."""
+        """The gap between messages that a sender on a machine that is not busy rarely exceeds."""
         return self.mean_s + DEVIATIONS * self.deviation_s
 
     @property

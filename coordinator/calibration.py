@@ -44,7 +44,7 @@ WARM_UP_STEPS = 4
 """The first steps of a layout are not compared: its pipeline fills, and new members compile their kernels."""
 LEARN_STEPS = 64
 FACTOR_MAX = 8.0
-"""Bound of the learned factor. A larger error means that something is broken, and is reported as slowness."""
+"""The limit on the learned factor. A larger error means that something is broken, and is reported as slowness."""
 OFF_STEPS = 4
 """The measured rate can be a reason for a search only after this many measured steps."""
 SLOW = 0.75
@@ -69,34 +69,34 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout in synchronous steps, over that in later steps; 1 if plans are made for
-        synchronous steps."""
+        """Predicted tokens/s of the live layout in synchronous steps, divided by that in later steps; 1 if plans are
+        made for synchronous steps."""
         self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
-        """Current prediction of the objective, without the learned factor."""
+        """The objective's current prediction for the live layout, without the learned factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
-        """(tokens/s, number of steps) from `TokenRate.seen`, corrected for synchronous steps."""
+        """(measured tokens/s of the live layout, measured steps). The rate is corrected for synchronous steps."""
         self._shown_tokens_per_s = 0.0
         """Committed tokens/s for display; synchronous steps count as they are."""
         self._newest = 0.0
-        """Tokens/s of `TokenRate.newest`, corrected for synchronous steps."""
+        """Tokens/s of the newest step; corrected for synchronous steps, 0: unknown."""
         self._noted = 0.0
-        """Measured over predicted rate when the last search began, or when first known; 0: not known yet."""
+        """Measured / predicted rate when the last search began or, if none has, when first known; 0: not known yet."""
         self._learned: dict[int, tuple[float, int]] = {}
-        """Number of stages -> (log(measured / current prediction), steps behind it), the latest last."""
+        """Number of stages -> (log(measured / currently predicted tokens/s), measured steps), the latest entry last."""
         self._factor_then = 1.0
         """The learned factor that is part of the live plan's prediction."""
         self._learned_to = 0
         """The version up to which steps have been learned from."""
         self.chosen_tokens_per_s = 0.0
-        """Predicted throughput of the live layout when it began; 0: unknown."""
+        """Tokens/s predicted for the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0
-        """Predicted throughput of the live layout when it began; 0: unknown, or it is the run's first layout."""
+        """Tokens/s predicted for the live layout when it began; 0: unknown, or it is the run's first layout."""
         self._promised_gain = 0.0
-        """log(predicted throughput of the live layout / of the previous one), at least 0; 0 if the peers are others."""
+        """log(tokens/s predicted for the live / the previous layout), at least 0; 0 if their peers are not the same."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
@@ -132,12 +132,12 @@ class Calibration:
 
     @property
     def _believed(self) -> float:
-        """Current prediction times the learned factor; 0: none."""
+        """Currently predicted tokens/s times the learned factor; 0: no prediction."""
         return self.factor * self._today.tokens_per_s if self._today is not None else 0.0
 
     @property
     def _is_out_of_date(self) -> bool:
-        """True if the median predates a slowdown: current prediction and newest step are far below the median."""
+        """True if the measured rate (a median) predates a slowdown: prediction and newest step are far lower now."""
         both = self._believed, self._newest
         return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
 
@@ -193,7 +193,7 @@ class Calibration:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
 
     def synchronous_left(self, version: int) -> int:
-        """Return the number of synchronous steps from `version` on."""
+        """Return the number of synchronous steps that are still to come after `version`."""
         return max(0, self._synchronous_steps - version)
 
     def predict_step_time(
@@ -214,7 +214,7 @@ class Calibration:
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare measured with predicted throughput, and learn from the difference.
-        Args: version: the highest committed one in the era. is_whole: True if every member has its stage's state.
+        Args: version: the highest committed version in the era. is_whole: True if every member has its stage's state.
         """
         if self._layout is None or (self._steady_from is None and not is_whole):
             return
@@ -235,7 +235,7 @@ class Calibration:
             self._learned_to = version
 
     def searched(self) -> None:
-        """Record that a search for a better layout begins, so that the same ratio does not start another."""
+        """Record that a search begins, so that the same ratio of measured to predicted rate does not start another."""
         self._noted = self.ratio
 
     def _off_now(self) -> float | None:

@@ -59,7 +59,7 @@ from shoal.protocol.plan import Plan, SignedPlan, is_quorum, vote_body
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
-"""How many plans are remembered, to detect forks: four hours of terms."""
+"""Number of obeyed plans that are remembered, to detect forks: four hours of terms."""
 
 
 class Adoption(NamedTuple):
@@ -81,7 +81,7 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accepted: bytes = b""
     accepted_term: int = 0
     before: bytes = b""
-    """The predecessor of `live`, with which other peers can check its votes."""
+    """The predecessor of `live`, with which other peers can check the votes of `live`."""
     mandated: bytes = b""
     """The plan that began the reign of `live`, if an owner's mandate began it."""
 
@@ -92,13 +92,13 @@ class ChainLog:
 
     def __init__(self) -> None:
         self._links: deque[SignedPlan] = deque()
-        """Oldest first; the last is the live plan."""
+        """The links, oldest first; the last one is the live plan."""
         self.mandated: SignedPlan | None = None
         """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known. Members that the live plan removed may still drain."""
+        """The predecessor of the live plan, if known: members that only the predecessor has may still drain."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
@@ -176,7 +176,7 @@ class PlanChain:
         return term <= limit
 
     def grant(self, candidate: PeerID, term: int, base: SignedPlan) -> str:
-        """Promise `term` to `candidate`, which obeys `base`. Adopt `base` first if it is above our plan.
+        """Promise `term` to `candidate`, which obeys the plan `base`. Adopt `base` first if it is above our plan.
         Returns: why the term is refused; empty: it is promised."""
         self.adopt(base)
         if self.live is None or base.digest != self.live.digest:
@@ -258,7 +258,7 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; True if plans between are
+        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; True if plans before it are
         missing)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:

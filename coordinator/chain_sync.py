@@ -28,12 +28,12 @@ ASKED_MAX = 8
 PLANS_OPENED_MAX = 16
 """Number of opened plans that are remembered, so that a plan in twenty heartbeats is verified once."""
 HINT_HEARTBEATS = 5.0
-"""How long we believe that a peer coordinates a plan above ours, and send it our heartbeats."""
+"""How long we believe a hint that a peer coordinates a plan above ours, and send that peer our heartbeats."""
 DOUBT_HEARTBEATS = 60.0
-"""If the peer has not shown that plan by then, hints about it are not believed for this long."""
+"""If the peer of a hint has not shown its plan within `HINT_HEARTBEATS`, hints about it are ignored for this long."""
 DOUBTED_MAX = 64
 GONE_ON_HEARTBEATS = 3.0
-"""Our coordinator has gone on without us after it has named another plan for this long: time to fetch the links."""
+"""If our coordinator names another plan for this long, it has gone on without us, and we fetch the later plans."""
 
 
 class VerifiedPlans:
@@ -76,10 +76,10 @@ class ChainSync:
         self._asked: dict[PeerID, float] = {}
         """Peers that have been asked -> the time until which they are not asked again."""
         self._trusted: dict[PeerID, SignedPlan] = {}
-        """Peer -> the first link that it sent, while its next links are on their way."""
+        """Peer -> the first link (plan with its votes) that the peer sent, while its next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
-        """Ask `source`, which has named a plan that does not follow ours, for the plans that we lack."""
+        """Ask `source`, which has named a plan that does not follow ours, for the plans between that plan and ours."""
         self._asked = {peer: until_s for peer, until_s in self._asked.items() if now_s < until_s}
         if source == self._me or source in self._asked or len(self._asked) >= ASKED_MAX:
             return []
@@ -124,7 +124,7 @@ class ChainSync:
 
 
 class LeaderHint:
-    """Knows the peer to which this peer sends its heartbeats. Args: owner: gets heartbeats before the first plan."""
+    """Knows the peer to which we send our heartbeats. Args: owner: the peer that gets them before the first plan."""
 
     def __init__(self, *, me: PeerID, owner: PeerID, chain: PlanChain, heartbeat_s: float, now_s: float) -> None:
         self._me, self._owner, self._chain, self._heartbeat_s = me, owner, chain, heartbeat_s

@@ -34,16 +34,16 @@ LARGE_PEERS = 64
 """The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
 read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. No throughput is
-predicted then, a repaired plan shares work by speeds only, and state for another division is always fetched ahead."""
+"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. In such a swarm no
+throughput is predicted, repaired plans share work by speeds only, and state for another division is fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
-"""Interval between predictions of the live layout's throughput."""
+"""Interval at which the throughput of the live layout is predicted."""
 RETURN_HEARTBEATS = 10.0
 """Estimated time of a roll-back: plan, votes, reading snapshots, filling the pipeline. The run waits at least as long
 for a silent peer that holds the only copy of a state."""
 
 HORIZON_S_MAX = 4 * 3600.0
-"""A swarm without joins and departures is expected to stay so for as long again, but at most for this long."""
+"""A swarm that has not changed for some time is expected to stay unchanged for as long again, but at most this long."""
 
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a leadership transfer that is too large for a message: a plan of some hundreds of
@@ -68,7 +68,7 @@ class ClusterView:
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], FLOP of each layer in the forward that peers time (`Heartbeat.forward_s`), without placed experts."""
+        """[L], FLOP of each layer, without placed experts, in the forward that peers time (`Heartbeat.forward_s`)."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
@@ -81,7 +81,7 @@ class ClusterView:
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
-        """(sequence of a plan, the wire formats for its tensors that are best by recent figures)."""
+        """(sequence of a plan, the wire formats that are best for that plan by recent figures)."""
         self.notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(spec)
@@ -94,7 +94,8 @@ class ClusterView:
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """Members of the last plan with other members than now; they may still report work that they did under it."""
+        """Members of the last plan with other members than now: they may still report work that they did under that
+        plan."""
         self._changed_s = math.inf
         """The time of the last plan with other members than its predecessor, as far as we have seen."""
         self._num_divisions = 0
@@ -206,7 +207,7 @@ class ClusterView:
     # --- between coordinators ---
 
     def inherit(self, handover: TransferLeadership) -> None:
-        """Keep the transferred state of the previous coordinator, for the term that we may get."""
+        """Keep the state that the previous coordinator transfers, for the term that we may get."""
         self._inherited = handover
         self.experts.take_over(handover.loads)
         self.experts.records.take_over(handover.records)
@@ -446,7 +447,8 @@ class ClusterView:
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
         """Predict these stages' throughput by `ThroughputObjective` alone; None: impossible, or too large a swarm.
-        Args: formats: wire formats between the stages; None: the narrowest. runs_ahead: as for `snapshot`."""
+        Args: formats: wire formats between the stages; None: the narrowest. runs_ahead: False: predict synchronous
+        steps; True: later steps; None: the kind that plans are now made for."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)
@@ -467,7 +469,7 @@ class ClusterView:
     def _snapshot_of(
         self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
     ) -> SwarmSnapshot | None:
-        """Return the inputs of a prediction for these stages; None: too many members for a quick one."""
+        """Return the inputs of a prediction for these stages; None: too many members for a quick prediction."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:
@@ -498,7 +500,7 @@ class ClusterView:
         return self.links.choose_one(peer, live, now_s, in_doubt=is_unexplained) if live.has(peer) else ()
 
     def save_at(self, live: Plan, now_s: float) -> int:
-        """The version at which every stage of `live` is to write a snapshot; 0: none is due."""
+        """The version at which every stage of `live` should write a snapshot; 0: none is due."""
         beats = self.roster.beats(self.roster.records)
         alive = (beat for peer, beat in beats if beat.era == live.era and not self.roster.is_gone(peer, now_s))
         step_s = self.ledger.pace.usual_step_s

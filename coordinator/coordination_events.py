@@ -34,7 +34,7 @@ class Received(CoordinationEvent, frozen=True):
     plan: SignedPlan | None = None
     base: SignedPlan | None = None
     mandate: Mandate | None = None
-    """The owner's permission, in a `Reset`."""
+    """The owner's permission to make a plan without votes; only a `Reset` has it."""
     knows: Acquaintance = Acquaintance()
     """The driver's knowledge of the peers in a `PlanOffer`."""
 

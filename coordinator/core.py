@@ -74,11 +74,11 @@ from shoal.protocol.statement import Topic
 SignStatement = Callable[[Topic, bytes], bytes]
 """(topic, body) -> our signature of this statement about this run."""
 VerifyStatement = Callable[[Topic, PeerID, bytes, bytes], bool]
-"""(topic, signer, signature, body) -> whether the signer has signed this statement about this run."""
+"""(topic, signer, signature, body) -> True if the signer has signed this statement about this run."""
 
 TICK_HEARTBEATS = 0.5
 BRISK_HEARTBEATS = 1 / 16
-"""Tick interval of peers that watch for failures: the coordinator, and followers that doubt it."""
+"""Tick interval of peers that watch for failures: the coordinator, and followers that doubt the coordinator."""
 JITTER = 0.1
 """Heartbeat intervals vary by this share: a thousand peers with one plan must not report in one millisecond."""
 SOON_HEARTBEATS = 0.25
@@ -198,7 +198,7 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """Return the peers that count when a newcomer wants to join (present peers, members): peer -> advert, if
+        """Return the peers that count when a newcomer wants to join (present ones, members): peer -> advert, if
         known."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}

@@ -18,16 +18,17 @@ logger = logging.getLogger(__name__)
 
 ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
-"""Two renewals may fail before the directory forgets us."""
+"""Interval at which our advert is renewed: two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""How long newcomers find the chain after the last coordinator fell silent. The highest record counts."""
+"""How long the directory keeps the head of the chain for newcomers, after the last coordinator has fallen silent. The
+highest record counts."""
 READERS = 64
 """A peer that knows fewer peers than this reads all adverts with each renewal of its own; others read less often."""
 DIALS_MAX = 16
 """Maximum number of peers introduced to the transport at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change its addresses this many times, then once every `MOVE_S`: we dial them, even a victim's."""
+"""A peer may change its addresses this many times, then once every `MOVE_S`: it could make us dial strangers."""
 
 
 def peers_key(run: str) -> str:

@@ -75,15 +75,15 @@ from shoal.protocol.timer import Timer
 logger = logging.getLogger(__name__)
 
 REFUSED_TIMEOUTS = 0.9
-"""A call that fails within this share of its timeout was refused; a later failure is a missing answer."""
+"""A call that fails within this share of its timeout counts as refused, a later failure as a missing answer."""
 TURNED_AWAY_TIMES = 5
-"""This peer is turned away after this many refused heartbeats in a row; fewer may come from a change of coordinator."""
+"""This peer counts as turned away after this many refused heartbeats in a row: a new coordinator may refuse a few."""
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
 """The core is told of a member's signs of life at most once in this time: hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
-"""How long a leaving coordinator tries to transfer the role: enough to ask two heirs."""
+"""How long a leaving coordinator tries to transfer the role: enough time to ask two peers."""
 
 _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
     Heartbeat: HeartbeatReply,
@@ -102,8 +102,7 @@ _ANSWER: dict[type[msgspec.Struct], type[msgspec.Struct]] = {
 
 
 async def searched(allocator: Allocator, job: SearchJob, run_blocking: RunBlocking) -> Searched:
-    """Run a layout search where it does not block the event loop. After an error the coordinator goes on with repaired
-    layouts."""
+    """Run a layout search outside the event loop. After an error the coordinator goes on with repaired layouts."""
     assert isinstance(allocator, Searching), "only a searching allocator is asked to"
     found: list[tuple[Layout | None, str]] = []
     try:
@@ -151,7 +150,7 @@ class Coordination:
         owner: the peer that makes the run's first plan.
         heartbeat: returns this peer's heartbeat, with each report once. `Coordination` keeps reports until a
             coordinator has them.
-        has_lost_all: returns True if this peer's disk had snapshots and none can be read.
+        has_lost_all: returns True if this peer's disk had snapshots, but none can be read now.
         run_blocking: runs layout searches, which may take a minute, off the event loop; simulations run them inline.
     """
 
@@ -588,7 +587,7 @@ class Coordination:
         self.turned_away = (reason or "") if self._times_turned_away >= TURNED_AWAY_TIMES else ""
 
     def _end(self, own: Heartbeat) -> bytes:
-        """Return our signature of the run's end, once all our state is at the last version; empty: not yet."""
+        """Return our signature of the run's end if all state that we hold is at the last version; empty: not yet."""
         plan, steps = self.core.plan, self._spec.training.steps
         takes_part = own.stage is not None and (own.synced or own.light is not None)
         if plan is None or own.era != plan.era or not (own.held or takes_part):

@@ -43,7 +43,7 @@ AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
 """(signers, jury: all members that may sign) -> whether the signers can certify a version (`Electorate.are_enough`)."""
 
 KEPT = 2
-"""Plans keep this many complete versions, as many as each peer keeps of each layer group on disk."""
+"""A plan lists this many complete versions, as many as each peer keeps of each layer group on disk."""
 ATTESTED_MAX = 4
 """Maximum number of versions of one layer group that one member may attest before one of them is certified."""
 
@@ -66,7 +66,7 @@ class CheckpointCatalog:
         return cls(parts=parts)
 
     def only(self, certified: Callable[[tuple[int, int]], frozenset[str] | None]) -> "CheckpointCatalog":
-        """Keep only certified layers. Args: certified: returns an (era, version)'s certified layers; None: all."""
+        """Return only certified layers. Args: certified: (era, version) -> its certified layers; None: all layers."""
         parts: dict[tuple[int, int], dict[PeerID, frozenset[str]]] = {}
         for age, by_peer in self.parts.items():
             sound = certified(age)
@@ -128,7 +128,7 @@ class HolderWatch:
 
         Args:
             holders: for each group, the peers that hold its state now, or can rebuild it alone.
-            behind: groups of which a living peer reports the state, but so far at a version too old to count.
+            behind: groups with state that a living peer reports, but so far at a version that is too old to count.
         """
         lost = []
         for index in range(len(plan.stages) + len(plan.experts)):
@@ -190,7 +190,7 @@ def holders(
 
 
 def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelSpec, now_s: float) -> frozenset[int]:
-    """Return the groups of which a living peer reports the state at a version too old to count."""
+    """Return the groups with state that a living peer reports, but at a version that is too old to count."""
     floor = _version_min(live, catalog, model)
     return frozenset(group for _, group, version in _said(live, roster, now_s) if version < floor)
 

@@ -44,7 +44,7 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 """Shortest timeout of the peers that ping the coordinator: five pings stay unanswered in it. A new plan should be live
 after two heartbeats, so most of a heartbeat is left for its three round trips."""
 BACKING_HEARTBEATS = 1.15
-"""A member backs a coordinator at least this long after its last sign: heartbeats vary by a twentieth."""
+"""A member backs a coordinator at least this long after its last sign of life: heartbeats vary by a twentieth."""
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
 time of a peer's network daemon on a busy machine. A roll-back costs more."""
@@ -58,7 +58,7 @@ VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, while we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
-"""How long a plan that drops a member waits for other members that are close to their timeout."""
+"""A plan that drops a member waits at most this long for other members that are close to their timeout."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -115,14 +115,15 @@ class CoordinatorWatch:
         self._gone_s: float | None = None
         """When the coordinator's process was found to be gone; None: it was not."""
         self.is_close = False
-        """True if we are among the first in rank, and therefore ping the coordinator all the time."""
+        """True if we are among the first in rank (the order of succession), and so ping the coordinator all the
+        time."""
         self._alarm_until_s = now_s
         self._replaced: tuple[PeerID, float] | None = None
         """A coordinator that lost the role through silence, and the beginning of that silence."""
 
     @property
     def suspect_at_s(self) -> float:
-        """The time from which a coordinator that stays silent counts as gone."""
+        """The time after which a coordinator that has stayed silent counts as gone."""
         if self._gone_s is not None:
             return self._gone_s
         arrivals = self._pings if self.is_close else self._beats
@@ -137,14 +138,14 @@ class CoordinatorWatch:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: by past delays, the coordinator's answer is not late."""
+        """True if we back the coordinator against a candidate: its answer is not late yet, judged by past delays."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
         return now_s < self._sign_s + min(usual_s, self._beats.patience_s)
 
     def keep_close(self, close: bool, now_s: float) -> None:
-        """Set whether we are among the next peers in rank, which ping the coordinator."""
+        """Set whether we are among the next peers in rank (the order of succession), which ping the coordinator."""
         if close and not self.is_close:
             self._pings.excuse(self._sign_s)
             self._inquiry.ping_at_s = now_s
@@ -196,8 +197,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate a silence as long
-        from now on."""
+        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate a silence of that
+        length from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None

@@ -35,7 +35,7 @@ HISTORY_STEPS = 1024
 """Number of newest steps that are remembered; a report of an older step counts as a repetition."""
 PATIENCE_HEARTBEATS = 2.0
 _NOTICE_HEARTBEATS = 2.5
-"""How far ahead a version to save is named: each peer learns of it by its next heartbeat, and that may be late."""
+"""How early the version to save is named: each peer learns of the version by its next heartbeat, which may be late."""
 _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
@@ -51,7 +51,7 @@ class StepRecord:
     stages that have reported."""
 
     step: int
-    """Counts from 0; after step s, versions are s + 1."""
+    """The number of the step, counted from 0; after step s, versions are s + 1."""
     loss: float | None
     validation: ValidationReport | None
     """The newest validation result; None: it was in an earlier record, or there is none."""
@@ -111,13 +111,13 @@ class Ledger:
         self._num_stages = 1  # until a plan says how many
         self._num_experts = spec.model.num_experts if spec.swarm.expert_slots else 0
         self._stages_before = 0, 1
-        """The version at which the era began, and the number of stages before it."""
+        """(the version at which the era began, the number of stages before that version)."""
         self._steps = spec.training.steps
         self._microbatches = spec.training.microbatches_per_step
         self._validates = spec.training.validation_interval_steps > 0
         self._patience_s = PATIENCE_HEARTBEATS * spec.swarm.heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
-        """Step -> group -> report. Stages come first, then placed experts, of which only the gradient norm counts."""
+        """Step -> group -> report. Stages come first, then placed experts, which only add to the gradient norm."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
         """Step -> the last stage's report, not yet confirmed by that stage's members, and its arrival time."""
         self._untold: dict[int, float] = {}
@@ -125,12 +125,10 @@ class Ledger:
         self._validation: ValidationReport | None = None
         self._validation_told = -1
         self._versions = [0] * self._num_groups(1)
-        """The version of each group."""
         self.loss: float | None = None
         self._loss_step = -1
         self.validation_loss: float | None = None
         self.validation_step: int | None = None
-        """The version that was validated."""
         self.staleness_mean = 0.0
         self.pace = TokenRate(tokens_per_step=spec.tokens_per_step)
 
@@ -201,7 +199,7 @@ class Ledger:
 
     def _confirm(self, *, flush: bool = False) -> None:
         """Count the steps that the last stage's leader has reported and its members have confirmed.
-        Args: flush: also count the reported steps that directly follow: another coordinator will see them confirmed."""
+        Args: flush: also count the reported steps that follow directly: another coordinator will see them confirmed."""
         confirmed = self._versions[self._num_stages - 1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1

@@ -49,13 +49,13 @@ from shoal.protocol.plan import Plan
 LINKS_KEPT_MAX = 64
 """Number of links, and of failing links, kept of each reporter: the last reported. An honest peer reports no more."""
 PROBES_CERTAIN = 3
-"""Number of probes of which the best is the link's rate; the best of fewer is a lower bound."""
+"""A link's rate is the best of this many probes; the best of fewer is a lower bound."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
 """A peer's line is slow once this fraction of the peer's links, and at least `SLOW_LINE_MIN` of them, are slow."""
 
 TRIES_MIN = 3
 PATIENCE_HEARTBEATS = 2.0
-"""Both ends must report the failure for this long. A broken connection often returns at once."""
+"""A pair is unreachable once both ends report failures for this long: a broken connection often returns at once."""
 RETRY_HEARTBEATS = 30.0
 """Both ends of an unreachable pair are asked to try again at this interval."""
 EXPIRY_HEARTBEATS = 150.0
@@ -68,14 +68,14 @@ APART_HEARTBEATS = 15.0
 """The time between two probes of a peer while the run trains."""
 STALE_S = 300.0
 IN_USE_STALE_S = 60.0
-"""Ages at which a link is measured again: `STALE_S`, or `IN_USE_STALE_S` if the plan uses it."""
+"""A link is measured again after `STALE_S` or, if the plan uses it, after `IN_USE_STALE_S`."""
 DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
-"""`APART_HEARTBEATS` and `IN_USE_STALE_S` while the run is slower than the figures explain."""
+"""The interval `DOUBT_HEARTBEATS` and the age `DOUBT_STALE_S` replace `APART_HEARTBEATS` and `IN_USE_STALE_S` while the
+run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""Links towards a peer with a possibly slow line are measured if older than `SUSPECT_STALE_S`, this many a
-heartbeat."""
+"""Links towards a peer with a possibly slow line are measured after `SUSPECT_STALE_S`, this many in a heartbeat."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -83,7 +83,7 @@ UNANSWERED_HEARTBEATS = 10.0
 
 
 class LinkSurvey:
-    """Reads and writes the links in the records of `roster`."""
+    """Records measured links in the peers' records of `roster`, and chooses the links to measure next."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster, self._heartbeat_s = roster, roster.heartbeat_s
@@ -169,7 +169,7 @@ class LinkSurvey:
     # --- pairs without a link ---
 
     def pairs(self, now_s: float, among: Collection[PeerID] | None = None) -> frozenset[Pair]:
-        """Return the pairs that cannot reach each other. Args: among: only pairs of these peers; None: all."""
+        """Return the pairs of peers that cannot reach each other. Args: among: only pairs of these peers; None: all."""
         return frozenset(
             (one, other)
             for one, record in self._roster.records.items()
@@ -184,7 +184,7 @@ class LinkSurvey:
         return frozenset(other for other in failing if self._apart_s(peer, other, now_s) is not None)
 
     def tell(self, now_s: float) -> tuple[UnreachablePair, ...]:
-        """Return the unreachable pairs for the next coordinator."""
+        """Return the pairs of peers that cannot reach each other, for the next coordinator."""
         told = ((now_s - (self._apart_s(one, other, now_s) or 0.0), one, other) for one, other in self.pairs(now_s))
         return tuple(UnreachablePair(one, other, age_s) for age_s, one, other in sorted(told)[:TOLD_MAX])
 
@@ -202,7 +202,7 @@ class LinkSurvey:
                 self._roster.of(one).failing.setdefault(other, claim)
 
     def _apart_s(self, one: PeerID, other: PeerID, now_s: float) -> float | None:
-        """Return the time at which an end of an unreachable pair last reported it; None: the pair is reachable."""
+        """Return when an end of an unreachable pair last reported the failure; None: the pair is reachable."""
         ours = self._roster.at(one).failing.get(other)
         theirs = self._roster.at(other).failing.get(one)
         if ours is None or theirs is None:
@@ -224,8 +224,8 @@ class LinkSurvey:
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
         """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
-        measurements, a peer's own claim counts, up to the median of the measured peers; without a claim, the median of
-        all."""
+        measurements a peer's claim counts, up to the median of the measured peers; without a claim, the median of all
+        peers."""
         measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
             rates = [
@@ -278,7 +278,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return peer -> number of its slow links, for peers with several if each peer at the other ends has fewer."""
+        """Return {peer: number of its slow links} for peers with several, if each peer at the other ends has fewer."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -290,7 +290,7 @@ class LinkSurvey:
         }
 
     def _slow_lines(self, num_others: int) -> set[PeerID]:
-        """Return the peers with a slow line: so many slow links that figures of their other links are out of date."""
+        """Return the peers with so many slow links that the figures of their other links are out of date, too."""
         slow_min = max(SLOW_LINE_MIN, SLOW_LINE * num_others)
         return {peer for peer, num_slow in self.degraded_links().items() if num_slow >= slow_min}
 
@@ -317,12 +317,12 @@ class LinkSurvey:
         )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
-        """True if enough links between `peer` and `others` are known to give `peer` a place."""
+        """True if enough links between `peer` and `others` are known to give `peer` a stage."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """True if one of these peers may have a slow line, and other peers have still to measure their links towards
-        that one: not asked since the suspicion, or asked less than `CONFIRM_HEARTBEATS` ago."""
+        """True if one of `peers` may have a slow line, and another's measurement of its link towards that peer is still
+        to come: not requested since the suspicion, or requested less than `CONFIRM_HEARTBEATS` ago."""
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(
             not since_s <= self._asked_s(peer, other) <= lately_s

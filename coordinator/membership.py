@@ -29,7 +29,7 @@ _NAMED_MAX = 4
 
 
 class Admission:
-    """Admits newcomers: invites limit them, and an open run (`is_open`: its spec lets any peer join) takes a few at a
+    """Admits newcomers. Invites limit them; an open run (`is_open`: its spec lets any peer join) takes few at a
     time."""
 
     def __init__(self, members: Members, now_s: Callable[[], float], *, is_open: bool) -> None:

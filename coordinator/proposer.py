@@ -52,15 +52,15 @@ class Ballot:
     owner: PeerID
     expires_at_s: float
     permit: bytes = b""
-    """The coordinator's signature that transfers the role to us; empty: it does not."""
+    """The coordinator's signature that transfers the role to us; empty: we have none."""
     prevote: bool = False
     again_s: float = math.inf
-    """Seconds after which a message without an answer counts as lost; inf: only once its call has failed."""
+    """Seconds after which a message without an answer counts as lost; inf: only a failed call counts."""
     rest_s: float = 0.0
     """Seconds until a member that has refused, or was not reached, is asked again."""
     plan: SignedPlan | None = None
     agreed: dict[PeerID, bytes] = field(default_factory=dict)
-    """Member that has agreed -> the signature of its vote; no bytes while the term is being requested."""
+    """Member that has agreed -> the signature of its vote, or no bytes if it has only granted the term."""
     waiting: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Members that have been asked -> the time until which they are not asked again."""
     promised: set[PeerID] = field(init=False, default_factory=set)
@@ -94,7 +94,7 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our present question. A pre-vote may have raised its term since then."""
+        """True if `event` answers our present question, not one before a pre-vote raised its term."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
@@ -107,9 +107,9 @@ class Ballot:
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that members have voted for and that may be live. A plan cannot be live if the members that
-        granted us the term, and deny a vote for that plan, leave no majority of others. So one liar cannot force on us
-        a plan that the others refused."""
+        """The latest plan that members have voted for and that may be live. It cannot be live if too few electors are
+        left for a majority, without those that granted us the term and deny a vote for it. So one liar cannot force on
+        us a plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -458,8 +458,8 @@ class Proposer:
 
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Return `stages` with each member's `since`: as in `before` if its place is the same there, else `sequence`.
-    Raise very small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim any speed."""
+    """Return `stages` with each member's `since`: as in `before` if the member had the same place there, else
+    `sequence`. Raise small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim anything."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}

@@ -42,16 +42,17 @@ RETURN_S_MAX = 600.0
 NOTICE_HEARTBEATS = 3.0
 """Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""The same if that version is chosen without a reserve of one step."""
+"""Like `NOTICE_HEARTBEATS`, the time until all members know when the layout ends, but safer: no spare step is added."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
-"""A planned end of a layout is called off if no download or step has progressed for the longer of these two times."""
+"""If no download has progressed for `END_PATIENCE_S` or this many steps, whichever is longer, a change of layout no
+longer waits for any. If no step has progressed for so long, a change that is already set is called off."""
 SEEN_AHEAD_S = 30.0
 """Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
 """Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
 FETCH_S_MAX = 600.0
-"""Searches wait while members download the state of new places, but at most for this long."""
+"""Searches wait while members download the state of their new stages, but at most for this long."""
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
@@ -72,7 +73,7 @@ class _Look:
 
 
 class ReplanPolicy:
-    """Chooses layouts from the view. Args: has_lost_all: True: our disk had snapshots and none can be read."""
+    """Chooses layouts from `view`. Args: has_lost_all: returns True if our disk had snapshots and none can be read."""
 
     def __init__(
         self, view: ClusterView, allocator: Allocator, *, has_lost_all: Callable[[], bool] = lambda: False
@@ -84,25 +85,25 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """When we set the end of the live layout, or our term began; and how many times the usual notice we gave."""
+        """(when we set the end of the live layout, or our term began; how many times the usual notice we gave)."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """The fewest bytes that members of the next layout still lacked, and since when."""
+        """When `_unfetched_bytes`, the fewest bytes that members of the next layout still lacked, was first seen."""
         self._follows_s = 0.0
         """When we first saw the next layout that the live plan names (`Plan.next_layout`)."""
         self._change: Change | None = None
-        """The cost of the change to that layout, predicted once after `SEEN_AHEAD_S`."""
+        """The cost of the change to the live plan's next layout, predicted once after `SEEN_AHEAD_S`; None: not yet."""
         self._ended_s: float | None = None
-        """When every stage, and a holder of each layer, was first seen at the layout's last version; None: not yet."""
+        """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
-        """When a member of the lost stage gave its last sign of life; inf: enough peers are left for a layout."""
+        """When a member of the stage that lost its state was last alive; inf: enough peers are left for a layout."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
         self._placed_s = 0.0
-        """When we first saw the live plan's places."""
+        """When we first saw a plan with the layers and members of the live one."""
         self._due_s = math.inf
-        """When the pending search became due; inf: none is."""
+        """When the pending search became due; inf: no search is pending."""
         self._settled_for: Swarm | None = None
         """The swarm at the last decision for the live plan. While it is the same, that decision stands."""
 
@@ -149,9 +150,8 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own
-        snapshots.
-        Returns: (layout or search, or None: not yet; reason)."""
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
+        Returns: (the layout, a search to run first, or None if it is too early; the reason)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
         if len(peers) < spec.swarm.min_peers:
@@ -181,7 +181,7 @@ class ReplanPolicy:
 
     def next_plan(self, live: Plan, now_s: float, *, sequence: int) -> tuple[Next, str]:
         """Return a new layout if a change of the swarm requires one, if a better one is found, or if state is lost.
-        Returns: (layout, search or None; reason, empty if there is nothing to say)."""
+        Returns: (the layout, a search to run, or None; the reason, empty if there is nothing to say)."""
         view = self.view
         if not view.roster.are_heard(view.roster.alive(now_s)):
             return None, ""  # each will be heard or suspected soon; until then we know too little to move any peer
@@ -284,8 +284,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while the run waits for absent disks. Keep the role then: a new coordinator would start the wait
-        anew."""
+        """True while the run waits for absent disks. Keep the role then: a successor would start the wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
@@ -297,9 +296,9 @@ class ReplanPolicy:
         return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
-        """Return the facts that require a new layout at once when they change. Memory is one, because a peer lowers its
-        claim when its place was too large. While a member drains, the holders of a state are another. Speeds are none:
-        a change of speed may lead to a search."""
+        """Return the facts that require a new layout at once when they change. Memory is among these, because a peer
+        lowers its claim when its place was too large; so are the holders of each state while a member drains. Speeds
+        are not: a change of speed can only lead to a search."""
         drains = any(peer.draining for peer in peers)
         told = ((p.peer, p.has_data, p.memory_bytes, p.draining, p.synced_stage if drains else None) for p in peers)
         return (*told, tuple(sorted(self.view.links.pairs(now_s, {peer.peer for peer in peers}))))
@@ -315,8 +314,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """Return the time of the newest sign of life of any member of these groups. A leaving member asks others to
-        keep its state before it goes, so every such copy was begun before this time."""
+        """Return the time of the last sign of life of any member of these groups. A leaving member asks others to keep
+        its state before it goes, so every such copy was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
@@ -384,9 +383,9 @@ class ReplanPolicy:
     # --- another division into stages ---
 
     def _preparing(self, live: Plan, look: _Look, layout: Layout) -> tuple[Next, str]:
-        """Return the live layout with `layout` as its successor: members download their missing layers before the live
-        layout's last version is set. Set that at once if no layer is missing, if a download during a standstill is
-        cheaper, or if experts are placed."""
+        """Return the live layout with `layout` as its successor. Members then download their missing layers, and the
+        live layout's last version is set afterwards. It is set at once if no layer is missing, if a download during a
+        standstill is cheaper, or if experts are placed."""
         announced = self._announced(live, layout.stages, layout.reason, look.now_s)
         if announced[0] is None or live.experts or _holds_all(live, layout.stages):
             return announced
@@ -434,7 +433,8 @@ class ReplanPolicy:
     def _announced(
         self, live: Plan, stages: tuple[Stage, ...], why: str, now_s: float, *, times: int = 1
     ) -> tuple[Next, str]:
-        """Return the live layout with the version at which `stages` replace it, `times` the usual notice ahead."""
+        """Return the live layout with the version at which `stages` replace it. That version is `times` the usual
+        notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
@@ -448,9 +448,9 @@ class ReplanPolicy:
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
-        """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first one of
-        which every member learns in time, or the one after that. An early change repeats the started part of the next
-        step. A stage at its maximum lead makes one whole step more after the others' next commit."""
+        """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first version
+        of which every member learns in time, or the one after that. A change in the middle of a step repeats that
+        step's started part. A stage at its maximum lead makes one whole step more after the others' next commit."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:

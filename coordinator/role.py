@@ -69,12 +69,12 @@ from shoal.protocol.spec import SwarmSpec
 LOOK_UP_HEARTBEATS = 5.0
 """Interval at which a member without a coordinator reads the directory."""
 STRANGER_HEARTBEATS = 1.0
-"""The interval of a peer that is no member: no message tells it of a coordinator's failure."""
+"""Interval at which a peer that is no member reads the directory: no message tells it of a coordinator's failure."""
 CLOSE_PEERS = 2
 """Number of peers, the next in rank, that ping the coordinator: two, in case the first fails together with it. With
 more, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""How much later each peer in rank tries than the one before it, in addition to that one's three round trips."""
+"""Each peer in rank tries to take the role this much later than the peer before it, plus three of its round trips."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
 
@@ -83,7 +83,7 @@ TERM_HEARTBEATS = 1.5
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""The interval if it hears no majority: the others may have another coordinator."""
+"""A coordinator that hears no majority renews the chain's record this soon: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
 """A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
 SEARCH_HEARTBEATS = 3.0
@@ -94,9 +94,11 @@ the role would never rest in a swarm where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
 """Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
-"""Time for an heir's first plan, to which `ROUND_TRIPS` are added: requesting the term and the votes takes two."""
+"""Time for the first plan of an heir (the next coordinator), besides `ROUND_TRIPS`: requesting the term and the votes
+takes two round trips."""
 ROUND_TRIPS = 6.0
-"""This many of our round trips to the heir are added, because the heir's own to the members may be longer."""
+"""An heir (the next coordinator) gets this many of our round trips to it in addition to `PATIENCE_HEARTBEATS`: its own
+round trips to members may be longer than ours."""
 
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
@@ -136,13 +138,13 @@ class Tenure:
 
     begun_s: float
     due_s: float
-    """When an heir should be asked: at the end of the term, or when the last heir has not taken the role."""
+    """When to ask a peer to take the role: at the end of the term, or when the last peer asked has not taken it."""
     publish_at_s: float
     members: frozenset[PeerID]
     lost_s: float = -math.inf
     """When a plan last dropped a member."""
     heir: PeerID | None = None
-    """The peer that has been asked to take the role. While it has time for its plan, our own peer makes none."""
+    """The peer that has been asked to take the role. While that peer still has time to make a plan, we make none."""
     passed_over: set[PeerID] = field(default_factory=set)
 
     def hasten(self, due_s: float) -> None:
@@ -275,7 +277,8 @@ class CoordinationRole:
             self._tenure.hasten(now_s)
 
     def failed(self, now_s: float, *, outbid: bool) -> None:
-        """Record that a ballot of ours failed. Wait for a random time, so that two candidates collide only once."""
+        """Record that a ballot of ours failed. Wait for a random time, so that two candidates collide only once.
+        Args: outbid: True if another candidate holds the term that we requested, or a later one."""
         self._is_asking = False
         self._hold_off(now_s + (0.5 + self._rng.random()) * self._heartbeat_s)
         self._policy.unsettle()
@@ -284,7 +287,7 @@ class CoordinationRole:
             self._tenure.hasten(now_s + self._heartbeat_s)
 
     def _hold_off(self, until_s: float) -> None:
-        """Do not request a term before `until_s`: another peer has the term, or our proposal has failed."""
+        """Request no term before `until_s`, because another peer has the term, or our proposal has failed."""
         self._not_before_s = max(self._not_before_s, until_s)
 
     # --- calls from others ---

@@ -20,7 +20,7 @@ from shoal.protocol.plan import Plan
 FLOOR_HEARTBEATS = 3.0
 """A process that stands still for three heartbeats and answers no ping counts as gone; it may return."""
 OVERDUE_HEARTBEATS = 1.1
-"""A heartbeat that is later than this causes a ping; heartbeats vary by a twentieth."""
+"""A peer gets a ping if its next heartbeat is not here after this time; heartbeats vary by a twentieth."""
 SILENT_HEARTBEATS = 2.5
 """A peer that is silent for longer is shown as not answering."""
 ABSENT_MAX = 16
@@ -53,9 +53,9 @@ class Presence:
     left: bool = False
     said_goodbye: bool = False
     dead: bool = False
-    """Its process is gone, and with it the state in its memory. A peer that is only silent may return with it."""
+    """True if the peer's process, and the state in its memory, are gone. A silent peer may return with its state."""
     silent_since_s: float | None = None
-    """If the peer is silent in this term: when the previous coordinator, or we in an earlier term, heard it last."""
+    """If the peer is silent in this term: when we, or the previous coordinator, last heard it before the term."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since the peer's last heartbeat, or since one was due."""
@@ -84,7 +84,7 @@ class Failing:
     since_s: float
     said_s: float
     has_met: bool = True
-    """True if the one has ever had an answer from the other."""
+    """True if the peer has ever had an answer from the other one."""
 
 
 @dataclass(slots=True)
@@ -92,24 +92,24 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """None: the peer is not here now; it was here before, or others have told of it."""
+    """None: the peer is not present now; it was present earlier, or others have told of it."""
     irregular: ArrivalStatistics | None = None
-    """Statistics of its heartbeats from before this term, if they were irregular."""
+    """Statistics of the peer's heartbeats from before this term, if these were irregular."""
     speed: Estimate = field(default_factory=Estimate)
-    """FLOP/s of its device, from its reports while it had the layers `speed_of`."""
+    """FLOP/s of the peer's device, from reports made while the peer had the layers `speed_of`."""
     speed_of: tuple[int, int] | None = None
     links: dict[PeerID, LinkRecord] = field(default_factory=dict)
-    """Its reports about its links towards others; the last reported comes last."""
+    """The peer's reports about its links towards others; the last reported link comes last."""
     failing: dict[PeerID, Failing] = field(default_factory=dict)
-    """The peers that it cannot reach; the last reported comes last."""
+    """The peers that this peer reports it cannot reach; the last reported one comes last."""
     asked_s: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> when this peer was last asked to measure its link towards that one."""
+    """Other peer -> when this peer was last asked to measure its link towards that other peer."""
     rests_s: float = -math.inf
-    """If its line may have become slow: the earliest time to measure the next link towards it."""
+    """If the peer's line may have become slow: the earliest time to measure the next link towards the peer."""
     machine: str = ""
-    """The machine that it claims to be on; empty: one of its own, or it has not been heard in this term."""
+    """The machine that the peer claims to be on; empty: a machine of its own, or not heard in this term."""
     former_stage: int | None = None
-    """The last stage that a plan gave it, to which it may return."""
+    """The last stage that a plan gave to the peer, and to which it may return."""
 
 
 _NOTHING = PeerRecord()
@@ -147,7 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics, former stages."""
+        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics and former stages."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():
@@ -196,7 +196,7 @@ class Roster:
             self.signed(peer, now_s)
 
     def arrivals(self, peer: PeerID) -> Arrivals:
-        """Return the heartbeat statistics of a peer that is here."""
+        """Return the heartbeat statistics of a peer that is present."""
         seen = self.at(peer).presence
         assert seen is not None
         return seen.arrivals
@@ -253,8 +253,7 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Record, for people, the peers that the previous coordinator missed; they get a full timeout like the
-        others."""
+        """Record, for people, the peers that the previous coordinator missed. They get a full timeout, as others do."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.at(absence.peer).presence
             if seen is not None and seen.heartbeat is None:
@@ -284,7 +283,7 @@ class Roster:
             presence.arrivals.excuse(now_s)
 
     def has_vanished(self, peer: PeerID, now_s: float) -> bool:
-        """True if `peer` is gone without draining or a good-bye."""
+        """True if `peer` is gone, and neither drained nor said good-bye."""
         seen = self.at(peer).presence
         polite = seen is None or seen.said_goodbye or self.draining(peer)
         return not polite and self.is_gone(peer, now_s)
@@ -300,7 +299,7 @@ class Roster:
             seen.left, seen.dead = True, dead
 
     def is_dead(self, peer: PeerID) -> bool:
-        """True if the process of `peer` is gone, and it has not been heard since."""
+        """True if the process of `peer` is gone, and `peer` has not been heard since."""
         seen = self.at(peer).presence
         return seen is not None and seen.dead
 
@@ -353,7 +352,7 @@ class Roster:
 
     def has_state(self, peer: PeerID, live: Plan) -> bool:
         """True if `peer` reports the state of the stage that `live` gives it. A report from before `peer` got that
-        place does not count, because `peer` downloads the state again."""
+        stage does not count, because `peer` downloads the state again."""
         beat = self._beat_in_place(peer, live)
         return beat is not None and beat.synced
 
@@ -362,14 +361,14 @@ class Roster:
         return all(self.has_state(peer, live) for stage in live.stages for peer in stage.peers)
 
     def _beat_in_place(self, peer: PeerID, live: Plan) -> Heartbeat | None:
-        """Return the last heartbeat of `peer` if it is in the place that `live` gives it."""
+        """Return the last heartbeat of `peer` if it reports the stage that `live` gives to `peer`; else None."""
         beat = self.beat(peer)
         if beat is None or (beat.era, beat.stage) != (live.era, live.stage_of(peer)):
             return None
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) if `peer` is a learner in its place in `live`, else None."""
+        """Return (layers with state, layers of its stage) if `peer` is a learner of its stage in `live`, else None."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

@@ -53,7 +53,7 @@ class SearchJob:
     seed: int
 
     def is_for(self, plan: Plan | None, swarm: Swarm) -> bool:
-        """True if this search was for the places of `plan` and this swarm."""
+        """True if this search was for the layers and members of `plan`, and for this swarm."""
         return self.swarm == swarm and _places(self.previous) == _places(plan)
 
 
@@ -68,9 +68,9 @@ class SearchSchedule:
         self._last: SearchJob | None = None
         """The last search that has ended, by us or the predecessor."""
         self._is_bug = False
-        """The last search raised an exception; another for the same places and swarm would too."""
+        """True if the last search raised an exception: another for the same layout and swarm would raise it, too."""
         self._inherited: tuple[Places, frozenset[Pair]] | None = None
-        """The places that the predecessor has searched, and the unreachable pairs at that time."""
+        """The layers and members that the predecessor has searched for, and the pairs of peers then unreachable."""
         self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
         self._due_s = -math.inf
@@ -95,7 +95,7 @@ class SearchSchedule:
         self._last = None
 
     def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
-        """True if the last search was for this plan's places and this swarm."""
+        """True if the last search was for the layers and members of this plan, and for this swarm."""
         return self._last is not None and self._last.is_for(plan, swarm)
 
     # --- the first plan ---
@@ -118,7 +118,8 @@ class SearchSchedule:
     # --- later plans ---
 
     def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called. Args: is_off: the measured rate is one reason (`Calibration.is_off`)."""
+        """True if `begin` should be called. Args: is_off: the layout is far slower than predicted, or its rate has
+        changed since the last search began; then the next search is due after the usual pause."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
@@ -141,7 +142,7 @@ class SearchSchedule:
         seed: int,
         is_off: bool = False,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: there is no reason."""
+        """Return the search to begin now; None: nothing has changed since the last, or a first search is running."""
         job, last = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:

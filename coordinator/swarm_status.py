@@ -1,7 +1,6 @@
 """Builds the swarm's status for people: places, progress, why the run cannot continue, which state it may lose. Pure.
 
-Only this module makes these sentences, and `SwarmStatus` carries them, so every terminal, page and script shows the
-same.
+Only this module makes these sentences; `SwarmStatus` carries them, so every terminal, page and script shows the same.
 """
 
 from collections.abc import Collection, Sequence
@@ -19,11 +18,11 @@ from shoal.protocol.plan import Plan, is_quorum
 from shoal.protocol.spec import ModelSpec, RunSpec
 
 STATUS_PEERS_MAX = 256
-"""A peer's line is about 200 bytes; more peers would not fit in one message."""
+"""The most peers in a status: each takes about 200 bytes, and the status must fit in one message."""
 STATUS_EXPERTS_MAX = 1024
-"""An expert's line is about 50 bytes with three holders."""
+"""The most experts in a status: each takes about 50 bytes with three holders."""
 NAMED_MAX = 3
-"""More names would not fit on a line."""
+"""The most names in one sentence, which must fit on a line."""
 
 
 def swarm_status(view: ClusterView, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:

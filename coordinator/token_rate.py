@@ -5,8 +5,8 @@ straight lines between them. The rate is the rise of the curve in the window ove
 still for a whole window has a rate of zero. The window ends at the last commit or, if the next step is slower than
 usual, one usual step before now. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.
 
-The figure is the same on every coordinator: marks travel with their ages, in a leadership transfer and in each reply to
-a heartbeat."""
+The figure is the same on every coordinator: marks travel with their ages, in leadership transfers and heartbeat
+replies."""
 
 import math
 from collections import deque
@@ -19,20 +19,20 @@ from shoal.protocol.messages import PaceMark
 
 WINDOW_S = 60.0
 WINDOW_STEPS = 4
-"""The window has at least this many usual steps: fewer say little about a rate."""
+"""The window over which the rate is measured has at least this many usual steps: fewer say little."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""Two marks span more than `MARK_S`, so 15 of them cover the window; the rest is for a changing rate."""
+"""The most marks that are kept. Two span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over this many of its last marks; a change shows after four."""
+"""A layout's rate is the median over this many of its last marks (points of the curve); a change shows after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""If the median of the last `LATE_MARKS` marks is lower by this factor, it counts as the layout's rate."""
+"""The median of the last `LATE_MARKS` marks counts as the layout's rate if it is lower by more than this factor."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late after `LATE_STEPS` (for the rate of a layout: `SLOW_STEPS`) times the usual step time, and at least
-`STANDS_S`."""
+"""A step is late after `LATE_STEPS` times the usual step time (for the rate of a layout: `SLOW_STEPS` times), and after
+`STANDS_S` at least."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
@@ -63,7 +63,7 @@ class TokenRate:
         self._begun = era, version
 
     def committed(self, era: int, step: int, tokens: int, at_s: float) -> None:
-        """Record that `step` was committed at `at_s`. Ignore `step` after a later one, which has counted it."""
+        """Record that `step` was committed at `at_s`; if a later step was recorded before, `step` counts already."""
         last = self._marks[-1] if self._marks else None
         if last is None:
             self._marks.append(_Mark(era, step, at_s, 1, tokens))
@@ -96,9 +96,9 @@ class TokenRate:
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
         """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
-        too few steps. The rate is a median over marks (points of the curve), which one standstill does not change; over
-        the last marks alone if these are much lower. If the current step takes `SLOW_STEPS` times the usual time, the
-        rate is at most that step's."""
+        too few steps. The rate is a median over marks (points of the curve), which one standstill does not change; if
+        the last few marks are much lower, it is the median over these alone. If the current step takes `SLOW_STEPS`
+        times the usual time, the rate is at most that step's."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -115,8 +115,8 @@ class TokenRate:
         return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
 
     def newest(self, now_s: float) -> float:
-        """Return the tokens a second between the last two marks, at most those of the current step if that is late; 0:
-        unknown. This figure is quick but noisy, so another figure should confirm it."""
+        """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, its rate is
+        the limit. This figure is quick but noisy, so another figure should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -129,9 +129,9 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: if negative: count the progress up to that long ago, as if a commit that is due now were late.
-            believed_s: predicted time of a step. A late step counts with this time, or the longer time that it has
-                already taken.
+            seconds: may be negative: then count the progress up to that long ago, as if a commit due now were late.
+            believed_s: predicted time of a step. A late step counts with this time or, if longer, the time that it has
+                taken.
         """
         if len(self._marks) < 2:
             return None

@@ -35,13 +35,13 @@ from shoal.protocol.messages import Heartbeat, PlanNote, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan
 
 PROBATION_HEARTBEATS = 120.0
-"""How long a member must have a place before it votes: two minutes, or two terms, at one heartbeat a second."""
+"""How long a member must hold a stage or expert before it votes: two minutes, or two terms, at a heartbeat a second."""
 ELECTORS_MIN = 3
 HEARD_HEARTBEATS = 2.0
 """A removed member that was heard within this time is asked whether it is gone. A coordinator's timeout is at least
 three heartbeats, so most plans after a failure need no question."""
 ANSWER_HEARTBEATS = 0.5
-"""How long a voter waits for the answers. A missing process refuses at once."""
+"""How long a voter waits for the answers of the members that it asks. A missing process refuses at once."""
 ASKED_MAX = 64
 """Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
@@ -56,7 +56,7 @@ TOLD_S = 600.0
 KEPT_MAX = 64
 
 Roll = tuple[tuple[int, ...], ...]
-"""The type of `Plan.roll`."""
+"""Groups of electors, one for each invite; an elector is its position among the plan's members (`Plan.roll`)."""
 InviteOf = Callable[[PeerID], bytes | None]
 """Returns the key of a member's invite; empty: the member needed none; None: not known."""
 
@@ -68,7 +68,7 @@ class Electorate:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
         self._invite_of = invite_of
         self._placed: dict[PeerID, tuple[float, bool]] = {}
-        """Member with a place -> (when it got the place, as far as we have seen; whether we have seen it arrive)."""
+        """Member with a stage or expert -> (when it got that, as far as we know; whether we have seen it arrive)."""
         self._refused: set[PeerID] = set()
         self._one_by_one = False
 
@@ -176,7 +176,7 @@ class Acquaintance(msgspec.Struct, frozen=True):
     """This peer's knowledge, from its driver, of the peers that a plan adds or drops."""
 
     heard: frozenset[PeerID] = frozenset()
-    """Dropped members of which a message arrived within `HEARD_HEARTBEATS`."""
+    """Dropped members from which a message arrived within `HEARD_HEARTBEATS`."""
     excluded: frozenset[PeerID] = frozenset()
     """Members that the plan's orders exclude."""
     unmet: frozenset[PeerID] = frozenset()

@@ -23,7 +23,7 @@ from shoal.protocol.topology import Floats
 TRIED = 16
 """The number of unplaced devices that are tried. Each costs up to one evaluation for each stage."""
 EXCHANGES_TRIED = 64
-"""The limit on tried exchanges. Each costs an evaluation, so those that save most bytes come first."""
+"""The limit on tried exchanges. Each costs an evaluation, so those that save most bytes of state come first."""
 ROUNDING = 1.0 + 1e-6
 AS_GOOD = 1.001
 """Exchanges may lengthen the step by this factor in all: two measured devices are never quite equal."""
@@ -32,8 +32,8 @@ AS_GOOD = 1.001
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
     """Add to `placement` some devices that it leaves out, and second holders for stages that one machine holds alone.
 
-    Left-out devices are tried fastest first, each in the stages with a sole holder first, then in those that compute
-    longest. A device joins a stage only if the step, failures of sole holders included, gets no longer. Then a device
+    Left-out devices are tried fastest first. Each is tried in the stages with a sole holder first, then in those that
+    compute longest. It joins a stage only if the step, failures of sole holders included, gets no longer. Then a device
     of another stage may join a stage with a sole holder, or change places with that holder, if the step gets shorter.
     """
     topology, workload = throughput.topology, throughput.workload

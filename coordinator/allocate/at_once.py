@@ -19,15 +19,15 @@ from shoal.protocol.limits import STAGES_MAX
 from shoal.protocol.topology import Floats, Topology
 
 GAIN_MIN = 1e-3
-"""A device that shortens a step by less than this share stays out: it costs a copy of the state, and it may leave."""
+"""A device that shortens a step by less than this share stays out: it needs a copy of the state, and may leave soon."""
 
 Move = Callable[[Placement], Iterable[Placement]]
-"""A move yields the neighbours of a placement in one respect, such as each place of one device."""
+"""A function that yields variants of a placement which differ in one respect, such as the place of one device."""
 
 
 def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget: int) -> tuple[Placement, Cost]:
-    """Improve `start` until no move shortens the step by `GAIN_MIN`. A move yields neighbours of a placement. The moves
-    take turns: all neighbours by one move are priced, and the best becomes the new placement.
+    """Improve `start` until no move shortens the step by `GAIN_MIN`. A move yields variants of a placement. The moves
+    take turns: all variants by one move are priced, and the best one becomes the new placement.
 
     Args: budget: the most placements to price.
     Returns: (the best placement found, its cost); the placement is `start` if no move helps."""
@@ -47,7 +47,7 @@ def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget:
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
     """Make a layout by the rule of this module. Args: num_stages: the number of stages; None: the rule chooses.
-    Raises: NoLayout: the model does not fit into `num_stages` stages of these devices, or no device has the text."""
+    Raises: NoLayout: these devices have no room for the model on `num_stages` stages, or none has the training text."""
     objective = ThroughputObjective(topology, workload)
     start = one_a_stage(objective, num_stages)
 
@@ -63,9 +63,9 @@ def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | No
 def joins(
     topology: Topology, workload: Workload, placement: Placement, device: int, *, may_add_stage: bool = True
 ) -> Iterator[Placement]:
-    """Yield each placement in which `device` joins a stage, then each in which it is a new stage. New bounds are chosen
-    for the stages' speed and memory; a device that joins a stage is also tried with the present bounds. Some placements
-    may be infeasible."""
+    """Yield each placement in which `device` joins a stage, then each in which it is a new stage. The layers are
+    divided anew, by the stages' speed and memory; a device that joins a stage is also tried with the present bounds.
+    Some placements may be infeasible."""
     stages = placement.stages
     for k in range(len(stages)):
         joined = placement.with_moves({device: k}).stages
@@ -79,7 +79,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return up to three cuts into `stages`, each for another assumed number of microbatches that a stage holds."""
+    """Return up to three divisions of the layers (bounds), for different assumed numbers of microbatches in memory."""
     found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 
@@ -87,8 +87,8 @@ def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]
 def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
-    """Return the bounds [K + 1] of the `cheapest_cut` by compute time, if each device holds `held` microbatches in
-    memory; None if no cut fits into memory. Links are ignored."""
+    """Divide the layers among the stages so that the slowest stage computes as briefly as possible. Links are ignored.
+    Args: held: microbatches in the memory of each device. Returns: the bounds [K + 1]; None: too little memory."""
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
     flop = flop_to[None, :] - flop_to[:, None]  # [first, last]
@@ -106,14 +106,14 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: bytes of the layers before each bound at one of `members` members, without workspace."""
+    """Return float64 [L + 1]: a member's memory in bytes for all layers before each bound, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 
 
 def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Placement:
-    """Return the best placement with one device a stage, on `num_stages` stages (None: the fewest that hold the model).
-    It tries the fastest devices and those with the most memory. Raises: NoLayout: none was found.
+    """Return the best placement of one device on each of `num_stages` stages (None: the fewest that hold the model). It
+    tries the fastest devices and those with the most memory. Raises: NoLayout: none was found.
     """
     topology, workload = objective.topology, objective.workload
     most = min(topology.num_devices, workload.num_layers, STAGES_MAX)
@@ -134,9 +134,9 @@ def one_a_stage(objective: ThroughputObjective, num_stages: int | None) -> Place
 
 
 def _chains(topology: Topology, row: Sequence[int], count: int) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Yield layouts of `count` stages with one device each, in which neighbours can send to each other. A layout begins
-    with the first device of `row` that has the text; if some devices cannot reach each other, the next seven with the
-    text begin one each, too. Each next stage gets the first unused device of `row` that the previous one can reach."""
+    """Yield layouts of `count` stages with one device each, in which neighbours can send to each other. Stage 0 gets
+    the first device of `row` that has the text, and each next stage the first unused device that the previous one can
+    reach. If some devices cannot reach each other, the next seven devices with the text also begin a layout each."""
     meets = (topology.bytes_per_s > 0.0) & (topology.bytes_per_s.T > 0.0)
     np.fill_diagonal(meets, True)
     feeders = [device for device in row if topology.may_feed[device]]

@@ -30,8 +30,7 @@ _PROBES = 128
 """An annealing first tries this many changes without keeping any: their mean size sets its temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
 """The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce (dp, in seconds) of a member, and the
-sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square of all
-hops."""
+sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square hop."""
 
 
 # --- exact matching and order ---
@@ -45,7 +44,8 @@ def match(hop, rows, columns, partner):
     Rows join one after the other, each along the augmenting path with the least longest edge. This is optimal: if all
     rows can be matched within a bound, each next row has an alternating path within that bound.
 
-    Args: partner: int64, is filled with the index of each column's row, or -1. Returns: the longest hop."""
+    Args: hop: seconds between devices. partner: int64, is filled with the index of each column's row; -1: none.
+    Returns: the longest hop."""
     slack = np.empty(len(columns))
     way = np.empty(len(columns), np.int64)
     done = np.empty(len(columns), np.bool_)
@@ -138,8 +138,8 @@ def open_path(cost, order):
 
 @kernel
 def settle(x, share, hop):
-    """Put the stages into the order in which the longest hops between neighbours have the least sum, and match the
-    members of neighbours so that their longest hop is shortest. Changes `x`.
+    """Put the stages of layout `x` into the order in which the longest hops between neighbours have the least sum, and
+    match the members of neighbours so that their longest hop is shortest. Changes `x`.
 
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
@@ -278,15 +278,15 @@ def energy(totals, num_devices, smooth):
 
 @kernel
 def exchange(x, k, j, c, m, length):
-    """Exchange `length` devices of column c, from stage k, with those of m, from stage j. A second call reverts
-    this."""
+    """Exchange `length` devices of column c of layout x, from stage k on, with as many of column m, from stage j on. A
+    second call with the same arguments undoes the exchange."""
     for i in range(length):
         x[k + i, c], x[j + i, m] = x[j + i, m], x[k + i, c]
 
 
 @kernel
 def turn(x, first, last):
-    """Reverse the order of the stages from `first` to `last` - 1. A second call restores the order."""
+    """Reverse the order of the stages of layout x from `first` to `last` - 1. A second call restores the order."""
     for i in range((last - first) // 2):
         for c in range(x.shape[1]):
             x[first + i, c], x[last - 1 - i, c] = x[last - 1 - i, c], x[first + i, c]

@@ -28,10 +28,10 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Floats, Topology, WorkloadEntry
 
 NO_PATH_S = 1e9
-"""Stands for infinity: unlike infinity, it can be subtracted from a sum again."""
+"""The seconds of a hop where there is no path. Unlike infinity, it can be subtracted from a sum again."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
-"""The first temperature / the mean change of the objective in a trial. 0.2 to 0.35 are equally good, 1 is 1 % worse."""
+"""The first temperature, divided by a trial's mean change of the objective: 0.2 to 0.35 are alike, 1 is 1 % worse."""
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
@@ -128,7 +128,7 @@ class DtfmEvaluator:
         return float(dp + 2.0 * pp), int(work)
 
     def improve(self, x: Assignment, *, seed: int, work: int) -> tuple[Assignment, float, int]:
-        """Anneal `x`, then improve it further without accepting losses. Changes `x`. Returns: (layout, cost, work)."""
+        """Anneal `x`, then improve it further, accepting nothing worse. Changes `x`. Returns: (layout, cost, work)."""
         _, spent = self.settle(x)
         hot = work - work // 8 - spent  # the last eighth is without heat and starts from exact matching and order
         found, more = self._anneal(x, seed, hot, heat=_HEAT, smooth=1.0)

@@ -38,7 +38,7 @@ def evolve(
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual, unless one has equal cost: the two differ only in stage names or equal devices."""
+        """Add an individual, unless another costs the same: such two differ only in stage names or equal devices."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])

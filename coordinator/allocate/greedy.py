@@ -109,7 +109,7 @@ def arrange(
 def _fill(
     snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
 ) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
-    """Fill the stages. Returns: (spares, [(peer, new stage)] of peers that `_rescue` moved). Raises: NoLayout."""
+    """Fill the stages. Returns: (spares, [(peer, new stage)] of peers that left other stages). Raises: NoLayout."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     placed = {peer.peer for slot in slots for peer in slot.holders}
     newcomers = sorted(
@@ -149,8 +149,7 @@ def _slot(
 
 
 def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
-    """Return the stages of `previous`, each with its holders that are still live, can hold the stage, and reach each
-    other."""
+    """Return the stages of `previous`, each with its live holders that can hold the stage and reach each other."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = [
         _slot(
@@ -173,8 +172,8 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
 
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
-    """Return the holders of a stage with enough memory for the stage. If none of those has its state, except draining
-    ones, return all holders. Do the same if the run places experts: a member's need is not known then."""
+    """Return the holders of a stage with enough memory for the stage. Return all holders if only draining ones of these
+    have the stage's state, or if the run places experts: the memory that a member needs is not known then."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -208,8 +207,8 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """Return the poorest of the stages `fitting` for `peer`. A home of the peer (a stage where it starts sooner) is
-    taken instead if its headroom now is at most that of the poorest stage with `peer`."""
+    """Return the stage of `fitting` with the least headroom. A home of the peer (a stage where it starts sooner) is
+    taken instead, if the home's headroom is at most what the chosen stage's would be with `peer`."""
     poorest = min(fitting, key=lambda slot: (slot.headroom, slot.index))
     bound = poorest.headroom + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.headroom <= bound]
@@ -261,7 +260,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a plan's stage: work is shared in proportion to speed, the reduction to upload rate."""
+    """Return the slot as a plan's stage: work is shared in proportion to speed, the reduction by upload rate."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (
@@ -304,7 +303,7 @@ def _lot(seed: int, peer: PeerID) -> bytes:
 
 
 def partition(costs: Sequence[float], num_stages: int) -> tuple[int, ...]:
-    """Return the bounds [num_stages + 1] of the `cheapest_cut` of layers with `costs` into `num_stages` stages."""
+    """Return the bounds [num_stages + 1] of the division of layers in which the most expensive stage is cheapest."""
     assert 0 < num_stages <= len(costs)
     total = np.array([0.0, *accumulate(costs)])
     cost: Floats = np.where(np.tri(len(total), k=0, dtype=np.bool_), np.inf, total[None, :] - total[:, None])

@@ -45,27 +45,27 @@ from shoal.protocol.topology import Topology, make_topology
 STAY = 0.5
 """A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
 HOLDERS_MIN = 2
-"""A search that keeps the boundaries leaves at least this number of holders in a stage that has as many."""
+"""A search that keeps the boundaries leaves at least this number of holders in a stage that now has as many or more."""
 HOME_TIMES = 1.05
 """A newcomer goes to a stage for which it has the state, if the step is at most this many times the shortest one."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` the work of a later one, up to 3 s of one core: a bad first division
-into stages stays until a better one is worth a halt. A small swarm gets proportionally less again."""
+"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, up to 3 s of one core: a bad first
+division into stages stays until a better one is worth a halt. With fewer devices (`SMALL_DEVICES`) it gets less."""
 FIRST_HORIZON_S = 3600.0
-"""First layouts are compared by the steps in this time, since members may have to fetch frozen weights first."""
+"""First layouts are compared by the steps made in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
 """Fetching frozen weights takes this many times as long as line rates say, since at first only one peer has them. (16
 homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""Shares are set again once one is off by the factor `SHARE_DRIFT`. A share below `SHARE_MIN` counts as `SHARE_MIN`."""
+"""A plan gets new shares of work if one is off by `SHARE_DRIFT` times; less than `SHARE_MIN` counts as `SHARE_MIN`."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
-"""If there are more newcomers than `NEWCOMERS_MAX`, speed alone places them. Only the `SPARES_TRIED` fastest spares are
-tried in the stages. Each trial costs evaluations."""
+"""Each trial of a peer in a stage costs evaluations. So only the `SPARES_TRIED` fastest spares are tried in the stages,
+and more than `NEWCOMERS_MAX` newcomers are placed by speed alone."""
 
 
 class EvolutionaryAllocator:
@@ -144,9 +144,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Choose the spares and newcomers that get a stage now, and return the others. At most as many get a stage as there
-    are lost members or stages with a sole holder, whichever is more: the peers that help most, but none that lengthens
-    the step. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Choose the spares and newcomers that get a stage now, and return the others. Let n be the number of lost members
+    or of stages with a sole holder, whichever is larger. At most n peers get a stage: those that help most, but none
+    that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -205,8 +205,7 @@ def _first_topology(snapshot: SwarmSnapshot) -> Topology:
 
 def _mean_step_s(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> float:
     """Return the mean seconds of a step over `FIRST_HORIZON_S`; inf if no step ends by then. In a run with adapters,
-    steps begin when every member has fetched the frozen base. That takes as long as the slowest downlink or all uplinks
-    together need."""
+    steps begin when every member has fetched the frozen base, over the slowest downlink or all uplinks together."""
     topology, base = throughput.topology, throughput.workload.memory.base
     step_s, base_s = losses.step_s(throughput, placement), 0.0
     if base is not None and base.travels:
@@ -244,8 +243,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return a sentence that says why the best other layout is not worth its cost. Args: change: the move to that
-    layout; None: no other layout was found."""
+    """Return why the best other layout is not worth its cost. Args: change: the move to that layout; None: there is
+    none."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)
@@ -254,8 +253,8 @@ def _stays(change: Change | None, horizon_s: float) -> str:
 
 
 def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
-    """Search with the live boundaries. Returns: (found, reason). `found` has one (change, layout), the best, or is
-    empty. `reason` says why the live layout must stay for now; empty: it need not."""
+    """Search for a layout with the live boundaries. Returns: (found, reason). `found` has one (change, layout), the
+    best, or is empty. `reason` says why the live layout must stay for now; empty: it need not."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
@@ -333,7 +332,7 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with shares by current measurements; None: the plan's are near, or a member is gone."""
+    """Return the live layout with newly computed shares; None: the plan's are close, or a member is gone."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -377,7 +376,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of placement `found` into the stages. Peers that stay or cannot move keep their rank."""
+    """Put the devices of `found` into `slots`. Holders that stay, or that the search left out, come first."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]
@@ -386,7 +385,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the shares of work and reduction that the throughput objective assumes, if any."""
+    """Return the stages with the throughput objective's shares of work and reduction; unchanged if it has none."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

@@ -21,19 +21,18 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
-"""The number of reports in the logarithmic average; each further one counts for 1/16. Noise of +-10 % leaves 1 %."""
+"""The most reports in the running average of logarithms: a later one gets weight 1/16. Noise of 10 % leaves 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""The last report replaces the average after this many reports in a row that are off by more than a factor of
-`ODD`."""
+"""The last report replaces the average after this many reports in a row that are off by more than the factor `ODD`."""
 SPEED_REPORTS = 3
 """The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0
 """A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
 BOAST_CLAIMED = 16.0
-"""The limit on claim / median claim before anything is measured: cards and processors do differ that much."""
+"""The limit on a claim / the median claim before anything is measured: GPUs and processors do differ that much."""
 BOAST_MEASURED = 64.0
-"""The limit on a device's reported speed / median: it allows a data centre's card among processors."""
+"""The limit on a device's reported speed / the median speed: it allows a data centre's GPU among processors."""
 WIDE = math.log(2.0) ** 2
 """The variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six
 homes worked at 0.26 to 0.4 of their probes), a link that no peer has measured, a single probe on a busy line."""
@@ -42,13 +41,13 @@ JOB_VARIANCE = 0.1**2
 LEAST_VARIANCE = 0.05**2
 """The variance that remains after any number of reports: in another stage or at another hour the speed differs."""
 VARIANCE_PER_S = 0.2**2 / 600.0
-"""The growth of the variance a second: ten minutes after its last measurement a figure may be off by 20 % more."""
+"""The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""The variance of a probe is the mean over devices of log(measured / claimed speed)^2 and this many times `WIDE`."""
+"""The variance of a probe is a mean: of log(measured / claimed speed)^2 of each device and, this many times, `WIDE`."""
 CLAIM_MIN = 2.0
-"""Bytes/s; a claim below this is none: `MeasuredPeer.of` turns a missing claim into 1."""
+"""A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12
-"""The limit on believable bytes/s; in seconds, its inverse is the lower limit."""
+"""The limit on believable bytes/s. A round trip in seconds must be at least the inverse."""
 
 Pair = tuple[PeerID, PeerID]
 """Two peers, the lesser identifier first."""
@@ -71,7 +70,7 @@ class Estimate:
     at_s: float = -math.inf
     """The time of the last measurement."""
     _odd: int = 0
-    """The number of last reports that are all far above the average; negative: far below it."""
+    """How many last reports in a row were far above the average; negative: far below the average."""
 
     @property
     def value(self) -> float:
@@ -91,7 +90,7 @@ class Estimate:
 
     def add(self, figure: float, now_s: float, variance: float, *, is_new: bool = True) -> None:
         """Add the report `figure`, unless it is impossible or 0 (unknown).
-        Args: variance: the variance of the report's logarithm. is_new: False: an old measurement comes again."""
+        Args: variance: the variance of the report's logarithm. is_new: False: the report repeats an old measurement."""
         if not 1.0 / RATE_MAX <= figure <= RATE_MAX * 1e6:
             return
         log = math.log(figure)
@@ -140,10 +139,10 @@ def speeds(
     seen: Collection[PeerID],
 ) -> dict[PeerID, BelievedSpeed]:
     """Return the speed of every peer. A peer in `seen` counts with its reports. Any other peer counts with its claim,
-    times the median ratio of reports to claims, but with no more than its own report and the median of the peers in
-    `seen`. The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The
-    variance of such a speed is that of the ratio of reports to claims in this run. It is larger if several peers share
-    a machine, since their probes may have run at once.
+    times the median ratio of reports to claims. Its own report and the median speed of the peers in `seen` limit this.
+    The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The variance
+    of a speed by claim is that of the ratio of reports to claims in this run. It is larger if several peers share a
+    machine, since their probes may have run at once.
 
     Args:
         claims: FLOP/s of each peer by its probe.

@@ -44,15 +44,15 @@ SAME_MACHINE_S = 0.001
 CARD_MAX = 16.0
 """A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
-"""The distance, as latency, within which links predict the rates of each other; their weight falls by e with it."""
+"""The weight with which links predict each other falls by the factor e for each such latency between their ends."""
 LIMITED = 0.75
-"""A bottleneck lies between two places if more than this part of the links between them are slower than their ends."""
+"""A bottleneck lies between two places if more than this part of the links between them are slower than both ends."""
 _POWER = 4.0
-"""The exponent of the mean over the links of a bottleneck: faster links weigh more, since probes err low."""
+"""The exponent of the power mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4
 """A peer with at least this number of links slower than estimated is believed to be slow on its other links, too."""
 CENSORED = 0.7
-"""A link that reaches this part of the rate of its ends shows no bottleneck between them."""
+"""A link that reaches this part of the rate of its ends is no evidence of a bottleneck between these ends."""
 
 
 @lru_cache(maxsize=1)
@@ -142,7 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N], bytes/s of the bottleneck that links show between peers near i and peers near j; inf: none."""
+    """Return [N, N], bytes/s of the bottleneck between i and j, as links between peers near them show it; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -162,8 +162,8 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 
 def _slower(ratio: Floats) -> Floats:
-    """Return [N], the median of `ratio` over the known links from each peer, if most of them are slower than estimated;
-    else 1. Args: ratio: [N, N], measured rate / estimated rate; NaN: unknown."""
+    """Return [N], the median of `ratio` over the known links from each peer if most of these links are slower than
+    estimated; else 1. Args: ratio: [N, N], measured rate / estimated rate; NaN: unknown."""
     seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
     is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
     slower = np.ones(len(ratio))
@@ -180,7 +180,7 @@ def _of_card(rates: Floats, card: Ints) -> Floats:
 
 
 def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
-    """Return [N], the function `of_known` (such as nanmax) of each row; NaN for a row without a known value."""
+    """Return [N]: `of_known` (a function such as nanmax) of each row; NaN for a row without a known value."""
     found = np.full(len(matrix), np.nan)
     known = ~np.isnan(matrix).all(axis=1)
     if known.any():
@@ -225,7 +225,7 @@ def choose_formats(
     snapshot: SwarmSnapshot, stages: Sequence[Stage], takes: FormatBytes, *, kept: Formats | None = None
 ) -> Formats:
     """Choose the wire formats of the stages' tensors (`cost/format_choice.py`); the narrowest if a stage has no known
-    peer. Args: takes: the bytes in each format. kept: the present formats of the stages."""
+    peer. Args: takes: the bytes of tensors in each format. kept: the present formats of the stages."""
     assert snapshot.workload is not None
     placement = placement_of(stages, snapshot.peers)
     if not all(placement.stages):

@@ -43,8 +43,8 @@ AGREED_S = 5.0
 """The seconds that a change of plan costs by itself: with a small model, real peers take 4 to 6 s from a plan with new
 boundaries to its first step (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
-"""A peer that fetches layers ahead can apply the gradients of these layers that travel within this part of a step
-(`peer/MEASURED.md`)."""
+"""A peer that fetches layers before a change must also receive each step's gradient of the layers that it has. It can
+keep as many layers up to date as have gradients that travel within this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
 """The least part of a busy line that state fetched ahead gets: a holder waits for a quiet moment to send, but at most
 four times as long as the transfer takes (`peer/handoff/server.py`). So steps limited by their lines are estimated to be
@@ -69,11 +69,11 @@ class Change:
     loss: float = 0.0
     """The time that failures of sole holders cost in the new layout, divided by the time of work."""
     loss_before: float = 0.0
-    """The same for the live layout."""
+    """The time that failures of sole holders cost in the live layout, divided by the time of work."""
     drain_s: float
     """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
     stop_and_copy_s: float
-    """Seconds in which all state travels while the run stands still; inf: the run need not stand still."""
+    """Seconds in which all state travels while the run stands still; inf: a standstill is not considered."""
     precopy_s: float
     """Seconds in which state travels while the run trains."""
     meanwhile: float
@@ -133,7 +133,7 @@ class LayoutObjective:
         self._live = self.throughput.cost(current)
         self._losses = SoleHolders(snapshot, topology)
         self._changed = 0.0
-        """log(tokens/s predicted for the live layout when it was chosen / tokens/s predicted from today's figures)."""
+        """log(tokens/s of the live layout as predicted when it was chosen / as predicted from today's figures)."""
         if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
             factor = snapshot.forecast_bias.factor(len(current.stages))
             self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self._live.parts["tokens_per_s"]))
@@ -182,8 +182,8 @@ class LayoutObjective:
         return self._live.parts["foreseen_s"] * (min(1.0, self._live.parts["tokens_per_s"] / seen) if seen else 1.0)
 
     def _in_place(self, found: Placement) -> dict[str, float]:
-        """Price a move that keeps the boundaries. Until the peers that move have their state, only the members that
-        stay work. If that takes long and the run has learners, the moved peers work once they have the weights."""
+        """Price a move that keeps the boundaries. Only the members that stay work until the moved peers have their
+        state. If that takes long and the run has learners, the moved peers work once they have the weights."""
         copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
         if copies_s > LIGHT_STATE_S:
             copies_s *= self._workload.needed_first
@@ -255,9 +255,8 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
 def figures_variance(
     snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
 ) -> float:
-    """Return v, the mean variance of the logarithms of the measurements that limit a layout. It is over the devices of
-    the limiting stage or, if lines limit, over their links with each other and with neighbouring stages.
-
+    """Return v, the mean variance of the logarithms of the measurements that limit a layout: those of the devices of
+    the limiting stage or, if lines limit, those of their links with each other and with neighbouring stages.
     Args: bound: (what limits the layout, at which stage); None: unknown, and v is 0."""
     if bound is None or snapshot.network is None:
         return 0.0
@@ -297,9 +296,9 @@ def lacking_bytes(workload: Workload, live: Plan, next_layout: Sequence[Stage]) 
 def fetch_s(
     topology: Topology, workload: Workload, current: Placement, found: Placement, *, together: bool = False
 ) -> float:
-    """Return the seconds until all peers hold their layers of `found`, if the lines carry nothing else. Three times
-    limit this, and the longest counts: a receiver's download over its paths from all holders at once, the work of the
-    busiest network card, and (if `together`) the upload of a stage's state.
+    """Return the seconds until all peers hold their layers of `found`, if the lines carry nothing else. The longest of
+    three times counts: a receiver's download over its paths from all holders at once, the work of the busiest network
+    card, and (if `together`) the upload of a stage's state.
 
     Args: together: peers that lack the same layers pass received parts on, and all other peers relay over their own
     paths (`peer/handoff/relay.py`); so each holder's layers are uploaded once, over all its paths."""
@@ -354,8 +353,8 @@ def _leave_s(
 
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
-    """Return the seconds for which state still travels when the run halts after a pre-copy. For layers that could be
-    kept up to date, one step's gradient is left; for the others, the whole state."""
+    """Return the seconds for which state still travels when the run halts after a pre-copy (a transfer during
+    training). Of layers that could be kept up to date, one step's gradient is left; of the others, the whole state."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
@@ -375,8 +374,7 @@ def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) 
 
 
 def _with_part(topology: Topology, part_N: Floats) -> Topology:
-    """Return `topology` with the line rates of device n times `part_N[n]`. Of a path's ends the larger factor
-    counts."""
+    """Return `topology` with device n's line rates times `part_N[n]`; a path gets the larger factor of its two ends."""
     return replace(
         topology,
         bytes_per_s=np.maximum(part_N[:, None], part_N[None, :]) * topology.bytes_per_s,
@@ -390,7 +388,7 @@ def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:
 
 
 def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
-    """Return the topology with the line rates left for steps while members of `stay` send state to newcomers."""
+    """Return the topology with the rates that are left for steps while members of `stay` send state to newcomers."""
     left = np.ones(topology.num_devices)
     for stayers, members in zip(stay, found.stages, strict=True):
         if len(members) > len(stayers):

@@ -43,8 +43,8 @@ FLAT_MAX = 2048
 
 
 def default_work(num_devices: int) -> int:
-    """Return the default budget in units of work: on one core about half a second with 64 devices, 2 s with 1,000, 16 s
-    with 10,000."""
+    """Return the default budget in units of work: on one core 0.5 s with 64 devices, 2 s with 1,000, 16 s with
+    10,000."""
     return 34_000_000 + 240_000 * num_devices
 
 
@@ -101,9 +101,9 @@ class _Found:
 
     placement: Placement
     cost: Cost
-    """The cost without that of moving. A placement found on the units of a large swarm may be impossible."""
+    """The cost without that of moving state. A placement found on units may be impossible on single devices (inf)."""
     foreseen_s: float
-    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. It compares
+    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. They compare
     numbers of stages; the search itself minimises another figure, T of `cost/pipeline.py`."""
 
 
@@ -197,7 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start if some devices cannot reach each other; None if all can, or no start was found."""
+        """Return a feasible start if some devices cannot reach each other; None if all can, or none was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None
@@ -215,8 +215,8 @@ class Level:
     """A swarm seen as units, each of one or more similar devices."""
 
     topology: Topology
-    """The U units as devices: FLOP/s and cards are sums, memory is the smallest, latency and paths are those of the
-    first device."""
+    """The U units as devices. The FLOP/s and network card of a unit are sums over its devices, its memory is the
+    smallest of theirs, and its latency and paths are those of its first device."""
     weight: Ints
     """[U], the number of devices in each unit."""
     unit_of: Ints
@@ -238,8 +238,8 @@ def levels(topology: Topology, workload: Workload) -> list[Level]:
 
 
 def coarsen(assignment: Assignment, level: Level) -> Assignment:
-    """Return the stage of each unit of a level: that of most of the unit's devices, the lowest among equals.
-    Args: assignment: the stage of each device."""
+    """Return the stage of each unit of a level: the stage of most of the unit's devices, the lowest stage if several
+    have equally many. Args: assignment: the stage of each device."""
     lowest = int(assignment.min())
     votes = np.zeros((len(level.weight), int(assignment.max()) - lowest + 1), dtype=np.int64)
     np.add.at(votes, (level.unit_of, assignment - lowest), 1)

@@ -21,7 +21,7 @@ from shoal.coordinator.cost.pipeline import (
 )
 
 _HEAT = 0.08
-"""A search at heat 1 accepts placements that are worse by up to this part at its beginning."""
+"""A search at heat 1 at first accepts a placement that is worse by up to this fraction."""
 
 
 # --- where the model is cut ---
@@ -29,9 +29,9 @@ _HEAT = 0.08
 
 @inner
 def _cut(P, S, work):
-    """Set S.bounds so that the slowest stage is as fast as possible, exactly, by dynamic programming. A stage is
-    infeasible if it does not fit into memory with two microbatches held. `scan_paths` must have brought the paths in S
-    up to date; loads of shared cards are taken from S as they are."""
+    """Divide the layers among the stages of the placement S anew (`S.bounds`), exactly, by dynamic programming, so that
+    the slowest stage is as fast as possible. A stage must fit into memory with two microbatches held. `scan_paths` must
+    have brought the paths in S up to date; loads of shared network cards are taken from S as they are."""
     K, L = len(S.count), P.layers.shape[1] - 1
     best = np.full((K + 1, L + 1), np.inf)
     since = np.zeros((K + 1, L + 1), np.int64)
@@ -69,8 +69,9 @@ def _cut(P, S, work):
 
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
-    """Price the stages with `bounds` or, if `is_cut`, with the exact cut. The priced bounds are then in S.bounds.
-    Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is added.
+    """Price the stages with `bounds` or, if `is_cut`, with the best bounds for these stages (`_cut`). The priced bounds
+    are then in S.bounds. Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is
+    added.
     Returns: the cost, the cost of moving state included."""
     build(P, S, stage, bounds)
     cost, _ = evaluate(P, S, work)
@@ -169,7 +170,7 @@ def _apply(S, kind, x, y):
 
 @inner
 def _copy(A, B):
-    """Copy from A to B those values that an evaluation recomputes only where a move changed something."""
+    """Copy from state A to state B the values that an evaluation recomputes only where a move changed something."""
     for row in range(TAKEN + 1):
         for d in range(len(A.stage)):
             B.loads[row, d] = A.loads[row, d]
@@ -207,7 +208,7 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d holds its stage in the current plan, too, and the stage must keep all such holders."""
+    """True if unit d is in its stage of the current plan, and the stage must keep all units of which that is true."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False

@@ -80,7 +80,7 @@ class ThroughputEvaluator:
         self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
         """The devices, the best connected first: by the rate of the card or of the median path, whichever is lower."""
         self.draws = 16
-        """The number of random starts that are drawn to improve the cheapest of them."""
+        """A random start is the cheapest of this many drawn ones; only that one is improved."""
         self.share = 20_000 * topology.num_devices
         """The useful work for one call of `improve`: about what it needs to reach a good local minimum."""
 
@@ -173,7 +173,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, work done) for the cheapest of three cuts: exact, the current plan's, and `known`."""
+        """Return (cost, bounds, work done) for the cheapest bounds: of the exact cut, the current plan or `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:
@@ -202,8 +202,7 @@ class ThroughputEvaluator:
             fixed[min(donors, key=lambda d: (-rich[fixed[d]], speed[d], d))] = k
 
     def _row(self, rng: Random) -> list[int]:
-        """Return all devices in a row: a random one, then always the nearest of the rest. One row in four is
-        shuffled."""
+        """Return all devices in a row: a random one, then always the nearest one left; one row in four is shuffled."""
         row = list(range(self.num_devices))
         if rng.random() < 0.25:
             rng.shuffle(row)
@@ -214,8 +213,7 @@ class ThroughputEvaluator:
         return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Return `row`, often without its worst-connected devices: if a stage has several, removing one does not
-        help."""
+        """Return a random choice of `row`: its first devices, all, or all without the worst-connected ones."""
         dice = rng.random()
         if dice < 0.25:
             # Take only the first devices of the row, which are near each other.

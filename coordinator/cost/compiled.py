@@ -51,8 +51,7 @@ def _compiled(function: FunctionType) -> Any:
 
 @inner
 def draw(state: Any) -> Any:
-    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), the same on any machine. Args: state: uint64 [1], is
-    advanced."""
+    """Draw a uint64 by SplitMix64 (Steele, Lea, Flood 2014), equal on any machine. Args: state: uint64 [1], updated."""
     state[0] += np.uint64(0x9E3779B97F4A7C15)
     z = state[0]
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -62,13 +61,13 @@ def draw(state: Any) -> Any:
 
 @inner
 def below(state: Any, n: Any) -> Any:
-    """Draw a random int64 in [0, n), for n < 2^32. Args: state: as for `draw`, uint64 [1]."""
+    """Draw a random int64 in [0, n), for n < 2^32. Args: state: uint64 [1], updated."""
     return np.int64(((draw(state) >> np.uint64(32)) * np.uint64(n)) >> np.uint64(32))
 
 
 @inner
 def unit(state: Any) -> Any:
-    """Draw a random float64 in [0, 1). Args: state: as for `draw`, uint64 [1]."""
+    """Draw a random float64 in [0, 1). Args: state: uint64 [1], updated."""
     return np.float64(draw(state) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 

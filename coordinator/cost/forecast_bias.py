@@ -22,7 +22,7 @@ _COMMON = 0.2
 """A, the error common to all layouts. In shipped scenarios simulated layouts reached 0.78 to 1.07 of the prediction,
 real processes 0.6 to 0.95."""
 _OWN = 0.2
-"""B, the error of one number of stages. It equals A, since the common share of an error is unknown."""
+"""B, the error particular to one number of stages. It equals A, since the common share of an error is unknown."""
 _NOISE = 0.2
 """N, the noise of one step: after 64 steps the measurement has 99 % of the weight."""
 

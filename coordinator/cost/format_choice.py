@@ -16,7 +16,7 @@ from shoal.protocol.wire_format import Formats
 SPARED = 0.98
 """A wider format is accepted if it leaves at least this share of the tokens/s with the narrowest formats."""
 KEPT = 0.95
-"""The same share for a wider format that the live layout already uses."""
+"""A wider format that the live layout has stays if it leaves at least this share of the narrowest formats' speed."""
 TRIES_MAX = 64
 """The limit on evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 
@@ -44,16 +44,16 @@ def formats_of(
         )
 
     def step_s(wide: frozenset[int]) -> float:
-        """Return the seconds of a step: the prediction or the search's T, whichever is shorter. If the pipeline's
-        control lets little run ahead, the prediction exceeds T, with narrow formats even more. No run has confirmed
-        that excess."""
+        """Return the seconds of a step: the prediction, or the simpler estimate T that layout searches use if it is
+        shorter. If the pipeline's control lets little run ahead, the prediction exceeds T, with narrow formats even
+        more. No run has confirmed that excess."""
         nonlocal tries
         tries += 1
         cost = objective.cost(placement, takes.under(formats(wide)))
         return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
     def widened(wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` with the accepted tensors of `things`: all of them, or else the accepted ones of each half."""
+        """Return `wide` plus accepted tensors of `things`: all at once if that is accepted, else those of each half."""
         if not things or tries >= TRIES_MAX:
             return wide
         least = KEPT if has_wide.issuperset(things) else SPARED

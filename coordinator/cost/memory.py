@@ -5,8 +5,8 @@ of the next step, with that step's sum and weights. The optimizer's step takes l
 replaces the state layer by layer. `tests/bench/memory.py` checks the total against real peers (`MEASURED.md`), and
 `tests/peer/pipeline/test_step_memory.py` checks single tensors.
 
-With a GPU, the reduced gradient is in host memory. If the card is full, the optimizer's moments and the *places* (sums
-that compensate staleness) are in host memory, too (`peer/pipeline/offload.py`)."""
+With a GPU, the reduced gradient is in host memory. If the GPU's memory is too small, the optimizer's moments and the
+*places* (sums that compensate staleness) are in host memory, too (`peer/pipeline/offload.py`)."""
 
 from collections.abc import Callable
 from dataclasses import astuple, dataclass, replace
@@ -19,7 +19,7 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""The fp32 moments of a parameter. Muon has one, and a second one except for hidden matrices."""
+"""The fp32 moments of a parameter. Muon keeps one, and a second one for parameters that are not in hidden matrices."""
 LOGITS_BYTES_MAX = 1 << 28
 """The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
@@ -32,18 +32,18 @@ class ResidentTerms:
 
     state: float
     weights: float
-    """Weights of other steps: one set for each step ahead; with no steps ahead, the previous version for exact repair.
-    There are none with steps ahead and recomputation."""
+    """Bytes for weights of other steps: one set for each step ahead; with no steps ahead, one set of the previous
+    version, which exact repair needs. With steps ahead and recomputation there are none."""
     narrow_weights: float
-    """bfloat16 copies of the weights with which microbatches compute."""
+    """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
     gradient: float
-    """The gradient of the running microbatch."""
+    """Bytes for the gradient of the running microbatch."""
     sums: float
-    """Gradient sums: one for the step in reduction, one for each step ahead."""
+    """Bytes for gradient sums: one for the step in reduction, one for each step ahead."""
     places: float
-    """Sums of the weights at which gradients were taken, one for each of `sums`, to compensate staleness if needed."""
+    """Bytes for sums of weights, one for each of `sums`: the weights at which its gradients were taken."""
     mean: float
-    """The reduced gradient, and its quantized form if it travels in few bits."""
+    """Bytes for the reduced gradient, and for its quantized form if it travels in few bits."""
 
     @property
     def total(self) -> float:
@@ -51,7 +51,8 @@ class ResidentTerms:
 
     @property
     def least_on_card(self) -> float:
-        """Bytes on a full card, when `mean`, `places` and moments are in host memory (`peer/pipeline/offload.py`)."""
+        """Bytes in GPU memory for each parameter, if the GPU is too small for all: `mean`, `places` and the optimizer's
+        moments are then in host memory (`peer/pipeline/offload.py`)."""
         return FP32 + self.weights + self.narrow_weights + self.gradient + self.sums
 
 
@@ -93,16 +94,16 @@ class StageMemory:
 
     @classmethod
     def counted(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return the memory that plans count: the least that must be on the card. A peer with less free memory reports
-        that (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a full card could
-        offload only activations, and plans do not know how much longer its jobs would take."""
+        """Return the memory that plans count: the least that must be in GPU memory. A peer with less free memory
+        reports its free memory (`Claims.memory_bytes`), and gets fewer layers. With adapters, plans count all memory: a
+        GPU that is too small could offload only activations, and plans do not know how much that slows its jobs."""
         if spec.adapter is not None:
             return cls.foreseen(spec, experts_held=experts_held)
         return cls.on_card(spec, experts_held=experts_held, is_full=True)
 
     @classmethod
     def foreseen(cls, spec: RunSpec, *, experts_held: int) -> "StageMemory":
-        """Return all memory that real peers need, on the card and in the host (`tests/bench/memory.py`)."""
+        """Return all memory that real peers need, of GPU and host together (`tests/bench/memory.py`)."""
         return cls(
             layer_held_bytes=held_bytes(spec),
             resident_bytes_per_parameter=resident_terms(spec).total,
@@ -115,7 +116,7 @@ class StageMemory:
     @classmethod
     def on_card(cls, spec: RunSpec, *, experts_held: int, is_full: bool = False) -> "StageMemory":
         """Return the GPU memory that real peers need, with the reduced gradient in host memory.
-        Args: is_full: True: the card is too small for the rest, so the optimizer's moments and the `places` are in host
+        Args: is_full: True: the GPU is too small for the rest, so the optimizer's moments and the `places` are in host
         memory, too, and jobs recompute layer by layer."""
         memory, terms = cls.foreseen(spec, experts_held=experts_held), resident_terms(spec)
         on_card = terms.least_on_card if is_full else terms.total - terms.mean
@@ -180,10 +181,10 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
     """Return [L], the bytes that the running microbatch takes in each layer besides `held_bytes`. If whole stages are
-    recomputed, this is the graph of each layer. On a card that `is_full` it is only each layer's input: there one
-    layer's graph is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
-    beyond that of another layer. The last layer adds the same for the step of the head, or the head's gradient and
-    logits if these are more."""
+    recomputed, this is the graph of each layer. On a GPU that is too small (`is_full`) it is only each layer's input:
+    there one layer's graph is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the
+    embedding needs beyond that of another layer. The last layer adds the same for the step of the head, or the head's
+    gradient and logits if those are more."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)

@@ -63,64 +63,66 @@ from typing import Any, NamedTuple
 import numpy as np
 
 FLOW_ROUNDS = 6
-"""The rounds of `fill`. Its flow is 94 % of the maximum in the median, 73 % at least (compared with linear programming
-in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
+"""The rounds of `fill`. The flow found is 94 % of the maximum in the median, 73 % at least (compared with linear
+programming in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
 COMMIT_LATENCIES = 4.0
 """A commit sends four messages in a row: Progress to the leader, RoundStart, a part, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
 """The FLOP of an optimizer's step for each parameter, as in `step_flop` of `peer/pipeline/stage.py`."""
 WINDOW_GAIN = 1.5
-"""Microbatches in flight / contents of an empty pipeline; equal to `Window.gain` of `peer/replica/flow.py`."""
+"""Microbatches in flight divided by what an empty pipeline holds; equal to `Window.gain` of `peer/replica/flow.py`."""
 IMPOSSIBLE = 1e9
 """Infeasible placements cost at least this; a higher cost is further from feasible."""
 _GUIDE = 0.03
-"""Local search minimises the cost plus this part of (mean time of a stage + mean reduction of a member + chain), since
-most moves leave the slowest stage, and so the cost, unchanged."""
+"""Local search minimises the cost plus this fraction of (mean time of a stage + mean reduction time of a member +
+chain). Most moves leave the slowest stage unchanged, and so the cost; the added terms tell such moves apart."""
 
 FLOP, WEIGHT, MEMORY, UP, DOWN, FETCH_RATE, CARRIES = range(7)
-"""The rows of `P.units`: FLOP/s; number of devices; memory of one device in bytes; one device's part of the card's
-upload and download in bytes/s; bytes/s at which the unit fetches state; its share of its stage's work in the current
-plan, which pauses during a fetch."""
+"""The rows of the table `P.units` (a unit is a device or a cluster of devices). `FLOP`: FLOP/s; `WEIGHT`: number of
+devices; `MEMORY`: bytes of one device; `UP`, `DOWN`: bytes/s of the network card for one device; `FETCH_RATE`: bytes/s
+for fetching state; `CARRIES`: the unit's share of its stage's work in the current plan, which pauses during a fetch."""
 HOME_FIRST, HOME_LAST, TEXT = range(3)
-"""The rows of `P.holds`: the range of layers for which a unit holds state in the current plan; 1 if it has the run's
-text, else 0."""
+"""The rows of the table `P.holds`. `HOME_FIRST`, `HOME_LAST`: the layers for which a unit holds state in the current
+plan; `TEXT`: 1 if it has the run's text, else 0."""
 FLOP_TO, PARAMETERS_TO, HELD_TO, EXPERT_TO, JOB_TO = range(5)
-"""The rows of `P.layers`: sums over the layers before a bound, of FLOP, parameters, bytes held for a microbatch,
-parameters of one placed expert, and fixed bytes (`StageMemory.layer_fixed_bytes`)."""
+"""The rows of the table `P.layers`: sums over the layers before a bound, of FLOP, parameters, bytes held for a
+microbatch, parameters of one placed expert, and fixed bytes (`StageMemory.layer_fixed_bytes`)."""
 MICROBATCHES, JOB_PER_FLOP, LOSS_PER_FLOP, S_MAX, HORIZON_S = range(5)
 TIED_PARAMETERS, RESIDENT_BYTES, STATE_BYTES, WORKSPACE_BYTES = range(5, 9)
-"""The positions in `P.costs`, the demand of one step. A microbatch takes the time of `JOB_PER_FLOP` forwards, at the
-last stage of `LOSS_PER_FLOP`. `TIED_PARAMETERS`: parameters of a matrix that the first and the last stage share; 0:
+"""The positions in `P.costs`, the demand of one step. A microbatch takes the time of `JOB_PER_FLOP` forwards; at the
+last stage, of `LOSS_PER_FLOP`. `TIED_PARAMETERS`: parameters of a matrix that the first and the last stage share; 0:
 there is none. A parameter takes `RESIDENT_BYTES` of memory, and `STATE_BYTES` on the wire when its layer moves.
 `WORKSPACE_BYTES` are bytes of memory for each stage."""
 PATH_RATE, AWAY, PART, UNIT, TIED, LOAD, CARD, REDUCED, SLOPE, OFFSET, TAKEN, NEEDED = range(12)
-"""The rows of `S.loads`, by unit. `PATH_RATE`: the lesser of in_d and out_d; `AWAY`: away_d; `PART`: p_d; `UNIT`: bytes
-over the unit's card for each byte of its stage's gradient; `TIED`: bytes for the matrix that both ends share; `LOAD`:
-bytes over its card in a step; `CARD`: card_d; `REDUCED`: R_d; `SLOPE`, `OFFSET`: its card lets it take t `SLOPE` -
-`OFFSET` microbatches in t seconds; `TAKEN`: microbatches that it takes, of M; `NEEDED`: bytes of memory of a device."""
+"""The rows of `S.loads`, for each unit. `PATH_RATE`: microbatches/s on its slower side (in_d or out_d); `AWAY`: away_d;
+`PART`: p_d, its part of the reduction; `UNIT`: bytes over its network card for each byte of the stage's gradient;
+`TIED`: bytes for the matrix that both ends share; `LOAD`: bytes over its card in a step; `CARD`: bytes/s of its card;
+`REDUCED`: R_d, bytes over its card in a reduction; `SLOPE`, `OFFSET`: its card lets it take t `SLOPE` - `OFFSET`
+microbatches in t seconds; `TAKEN`: microbatches that it takes, of M; `NEEDED`: bytes of memory of a device."""
 PATH_UNIT, TIED_S, LATENCY, SECONDS, REDUCE, BY_PATH, FREE, COMMIT, JOB, STRAIN = range(10)
 FLOW, HOP, TRIP, BESIDE, ALONE, CROWDED = range(10, 16)
 """The rows of `S.times`, by stage; seconds unless said otherwise. `PATH_UNIT`: the largest (p_d + p_e) / path rate of
-two members (s/byte); `TIED_S`: the shared matrix on the worst member's best path; `LATENCY`: the longest between two
-members; `SECONDS`: T_stage; `REDUCE`: the reduction on otherwise idle cards and paths; `BY_PATH`: the same on paths
-alone; `FREE`: microbatches/s while no stage reduces; `COMMIT`: a commit without its reduction; `JOB`: mean time of a
-microbatch; `STRAIN`: mean reduction time of a member; `FLOW` (microbatches/s) and `HOP`: between the stage and the next
-one; `TRIP`: the round trip from the stage to the end; `BESIDE`: a commit beside the next step's activations; `ALONE`:
-a commit without them; `CROWDED`: the share that activations take of the card that limits `BESIDE`."""
+two members (s/byte); `TIED_S`: the shared matrix on the worst member's best path; `LATENCY`: the longest latency of two
+members; `SECONDS`: T_stage; `REDUCE`: the reduction on otherwise idle cards and paths; `BY_PATH`: the reduction if only
+paths limit; `FREE`: microbatches/s while no stage reduces; `COMMIT`: a commit without its reduction; `JOB`: mean time
+of a microbatch; `STRAIN`: mean reduction time of a member; `FLOW` (microbatches/s) and `HOP`: to the next stage;
+`TRIP`: the round trip from the stage to the end; `BESIDE`: a commit beside the next step's activations; `ALONE`: a
+commit without them; `CROWDED`: the share that activations take of the card that limits `BESIDE`."""
 STEP_S, FLOW_S, CHAIN_S, ISSUE_S, UNEVEN_S, AHEAD = range(6)
-"""The positions in `S.step`: T; T_flow; T_chain; the seconds to issue M microbatches, without the last one's own job;
-job / 2; the steps ahead with which T is shortest, s_max or 0."""
+"""The positions in `S.step`. `STEP_S`: T; `FLOW_S`: T_flow; `CHAIN_S`: T_chain; `ISSUE_S`: seconds to issue M
+microbatches, less the last one's job; `UNEVEN_S`: job / 2; `AHEAD`: the steps ahead with the shortest T, s_max or 0."""
 PATHS, STAGES, PAIRS = range(3)
-"""The rows of `S.dirty`: which values of a stage must be computed again."""
+"""The rows of `S.dirty`: True if a stage's paths, its times, or its flow to the next stage must be computed again."""
 
 
 class PipelineInput(NamedTuple):
-    """The tables that are the same for all placements: N units, L layers, C network cards, F activation sizes."""
+    """The tables that are the same for all placements: N units (devices or clusters of devices), L layers, C network
+    cards, F activation sizes."""
 
     units: Any
-    """float64 [7, N]"""
+    """float64 [7, N]; the rows are `FLOP` to `CARRIES`, one column for each unit."""
     holds: Any
-    """int64 [3, N]"""
+    """int64 [3, N]; the rows are `HOME_FIRST`, `HOME_LAST` and `TEXT`."""
     card: Any
     """int64 [N], the network card of each unit."""
     card_rate: Any
@@ -135,11 +137,11 @@ class PipelineInput(NamedTuple):
     q: Any
     """[F, N, N], activations of each size a second, there and back, over all paths between two units."""
     layers: Any
-    """float64 [5, L + 1]"""
+    """float64 [5, L + 1]; the rows are `FLOP_TO` to `JOB_TO`."""
     beyond: Any
     """float64 [devices + 1]: experts that a member holds beyond its slots, by the number of devices of its stage."""
     costs: Any
-    """float64 [9]"""
+    """float64 [9]; the positions are `MICROBATCHES` to `WORKSPACE_BYTES`."""
 
 
 class PipelineState(NamedTuple):
@@ -147,27 +149,28 @@ class PipelineState(NamedTuple):
 
     stage: Any
     at: Any
-    """int64 [N]: the stage of each unit or -1, and its position among the members."""
+    """`stage`, int64 [N]: the stage of each unit, -1: none. `at`, int64 [N]: the unit's position among the members."""
     members: Any
     """int64 [K, N]; the first `count` are the members of a stage."""
     count: Any
     """int64 [K], the number of members."""
     bounds: Any
-    """int64 [K + 1], the layers at which the model is cut."""
+    """int64 [K + 1], the first layer of each stage, and at last L."""
     cut_size: Any
-    """int64 [K], the position in `P.cut_bytes` of the cut behind each stage; the last entry is unused."""
+    """int64 [K], the position in `P.cut_bytes` of the activations that each stage sends to the next one; the last entry
+    is unused."""
     sum_bytes: Any
     """float64 [K], bytes for each parameter in the reduction of each stage."""
     loads: Any
-    """float64 [12, N]"""
+    """float64 [12, N]; the rows are `PATH_RATE` to `NEEDED`."""
     times: Any
-    """float64 [16, K]"""
+    """float64 [16, K]; the rows are `PATH_UNIT` to `CROWDED`."""
     step: Any
-    """float64 [6]"""
+    """float64 [6]; the positions are `STEP_S` to `AHEAD`."""
     dirty: Any
-    """bool [3, K]"""
+    """bool [3, K]; the rows are `PATHS`, `STAGES` and `PAIRS`: True if a stage's values must be computed again."""
     card_load: Any
-    """float64 [C], bytes over each card in a step."""
+    """float64 [C], bytes over each network card in a step."""
 
 
 ENTRIES = ("build", "evaluate")
@@ -175,8 +178,8 @@ ENTRIES = ("build", "evaluate")
 
 
 def build(P, S, stage, bounds):
-    """Set S to a placement, and mark all values as dirty (to be computed). Args: stage: int64 [N], the stage of each
-    unit, or -1. bounds: int64 [K + 1]."""
+    """Put a placement into S, and mark all its values as not computed (dirty). Args: stage: int64 [N], the stage of
+    each unit (a device or a cluster); -1: none. bounds: int64 [K + 1]; stage k begins with layer bounds[k]."""
     S.count[:] = 0
     for d in range(len(stage)):
         k = stage[d]
@@ -195,8 +198,7 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute the rates of stage k's members to both neighbouring stages, and their parts of its reduction. Returns:
-    work."""
+    """Compute how fast stage k's members reach neighbouring stages, and their parts of its reduction. Returns: work."""
     K = len(S.count)
     work = 0
     for a in range(S.count[k]):
@@ -593,7 +595,7 @@ def _sum_taken(S, k):
 
 
 def _commit_beside(P, S, k, flow_s):
-    """Compute `BESIDE`: the seconds of stage k's commit if its reduction gets what activations leave of each card."""
+    """Compute `BESIDE`: seconds of stage k's commit if its reduction gets only the bandwidth that activations leave."""
     seconds, sum_taken = S.times[BY_PATH, k], _sum_taken(S, k)
     crowded = 0.0
     for a in range(S.count[k]):

@@ -62,5 +62,5 @@ class Objective(Protocol):
     """A formula for the cost of placements on one topology. Pure: equal placements cost the same, bit for bit."""
 
     def cost(self, placement: Placement) -> Cost:
-        """Return the exact cost of a placement. Searches compute it incrementally, which is faster; tests compare
+        """Return the exact cost of a placement. Searches compute costs incrementally, to be faster; tests compare
         both."""

@@ -30,7 +30,7 @@ def problem_of(
         weight: int64 [N], the number of devices in each unit of `topology` (`allocate/planner.py`); None: 1 each.
             FLOP/s and cards of a unit are sums, memory and paths are those of one device.
         current: the placement in force; the cost of moving state to another placement is spread over `horizon_s`.
-        cuts: bytes of a microbatch over a cut, for each format in use besides the workload's.
+        cuts: bytes of a microbatch between two stages, for each format in use besides the workload's.
     """
     t, w, n = topology, workload, topology.num_devices
     weights: Floats = np.ones(n) if weight is None else weight.astype(np.float64)
@@ -77,8 +77,8 @@ def problem_of(
 def state_of(
     problem: PipelineInput, workload: Workload, num_stages: int, wire: WireBytes | None = None
 ) -> PipelineState:
-    """Return an empty placement on `num_stages` stages. Args: wire: bytes of each cut and each reduction (`problem`
-    must have the cuts' sizes); None: the workload's bytes."""
+    """Return an empty placement on `num_stages` stages. Args: wire: bytes of tensors between stages and in reductions
+    (`problem` must have these sizes); None: the workload's bytes."""
     n, K = len(problem.card), num_stages
     wire = wire or WireBytes.same(workload, K)
     known = problem.cut_bytes.tolist()

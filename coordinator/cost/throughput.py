@@ -68,7 +68,7 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.topology import Floats, Topology
 
 _CROWDED = 0.4
-"""The c_j at which the full norm applies; fitted to five shipped scenarios."""
+"""The c_j, in the module's formula for the prediction, at which the 4-norm applies fully; fitted to five scenarios."""
 LARGE = 256
 """More devices than this need the compiled loops: with 200, one evaluation takes Python 30 ms."""
 
@@ -88,7 +88,8 @@ class ThroughputObjective:
         """Sizes of activations besides the workload's -> the tables with these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
-        """Return the cost of a placement. Args: wire: bytes of each cut and each reduction; None: the workload's."""
+        """Return the cost of a placement. Args: wire: bytes of tensors between stages and in reductions; None: as in
+        the workload."""
         if why := self._obstacle(placement):
             return Cost.impossible(why)
         return self._evaluated(placement, wire).cost()
@@ -99,8 +100,7 @@ class ThroughputObjective:
         return seconds if seconds < pipeline.IMPOSSIBLE else np.inf
 
     def sent_bytes(self, placement: Placement) -> tuple[tuple[float, ...], ...]:
-        """Return the bytes that each member sends over its network card in a step, by stage. It receives as many
-        bytes."""
+        """Return the bytes that each member, by stage, sends over its network card in a step. It receives as many."""
         evaluation = self._evaluated(placement)
         return tuple(tuple(evaluation.sent_bytes(k).tolist()) for k in range(len(placement.stages)))
 
@@ -208,7 +208,7 @@ class _Evaluation:
 
     def _flaw(self, memory: list[float]) -> str:
         """Return why the placement is impossible; empty: it is possible. Args: memory: the largest ratio of needed to
-        present memory, by stage."""
+        present memory, for each stage."""
         for k, seconds in enumerate(self.state.times[pipeline.SECONDS]):
             if not seconds < np.inf:
                 return f"a member of stage {k} has no path to its group peers or neighbours"
@@ -295,8 +295,7 @@ def split(topology: Topology, workload: Workload, placement: Placement) -> Split
 
 
 def _loops(num_devices: int) -> Any:
-    """Return the module `pipeline`, or its compiled twin if the twin is ready or the swarm is large. Both give the same
-    bits."""
+    """Return the module `pipeline`, or its compiled twin (same bits) if that is ready or the swarm is large."""
     # Another thread may be importing the module, which then lacks its functions.
     is_ready = getattr(sys.modules.get("shoal.coordinator.cost.compiled"), "is_ready", None)
     if num_devices <= LARGE and not (is_ready and is_ready()):

@@ -74,7 +74,7 @@ class Workload:
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
-    """The price of staleness, by which the pipeline's control chooses how much runs ahead. None: all that may."""
+    """The price of staleness, by which the pipeline's control limits what runs ahead; None: only `s_max` limits it."""
     reduced: ReducedGradients = ReducedGradients()
     experts: PlacedExperts | None = None
     """How experts are placed; None: each member holds all experts of its layers."""
@@ -181,7 +181,7 @@ class WireBytes:
     """Bytes of tensors on the wire with a plan of K stages."""
 
     cuts: tuple[float, ...]
-    """[K - 1], the bytes of a microbatch over the cut behind stage k, counted as `Workload.cut_bytes`."""
+    """[K - 1], the bytes of a microbatch from stage k to the next one, counted as `Workload.cut_bytes`."""
     sums: tuple[float, ...]
     """[K], the bytes for each parameter in the reduction of stage k."""
 

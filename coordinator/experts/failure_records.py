@@ -37,7 +37,7 @@ class _Past:
     failures: float = 0.0
     seen_s: float = 0.0
     heard_s: float | None = None
-    """The time of the peer's last heartbeat, by our clock; None: none since a hand-over to us or its last failure."""
+    """The time of the peer's last heartbeat, by our clock; None: none since its last failure or a hand-over to us."""
 
 
 @dataclass(slots=True)

@@ -208,7 +208,7 @@ def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
     """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
-    busiest experts, as at placement. (Free slots in turn to all experts moved experts without a change in load.)"""
+    busiest experts, as at placement. (Rejected: free slots to all experts in turn; it moved experts without need.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):

@@ -18,7 +18,7 @@ SEARCHES = 3
 PATIENCE = 150
 """A search ends after this many tries without a gain."""
 SLOTS_TRIED = 60
-"""A try takes longer with more slots than this, so a search then ends after fewer tries."""
+"""The number of slots above which a search ends after fewer tries, because each try takes longer."""
 
 
 # --- how many ---
@@ -176,8 +176,7 @@ class _Table:
             experts = experts[fitting:]
 
     def put_minimum(self, min_replicas: int) -> None:
-        """Put each expert on the `min_replicas` nodes with most room. If any choice works, this one does (Gale,
-        Ryser)."""
+        """Put each expert on the `min_replicas` nodes with most room. This works if any choice does (Gale, Ryser)."""
         for expert in self.rarest_first:
             for node in heapq.nsmallest(min_replicas, range(len(self.room)), key=lambda node: -self.room[node]):
                 self.put(expert, node)

@@ -17,7 +17,7 @@ RISKIER = 4.0
 RISK_IGNORED = 1e-6
 """A probability of a loss up to this is ignored."""
 PATIENCE_AT_A_LOOK = 15
-"""The patience of the short search that shows how safe a placement could be: 10 ms for ten nodes."""
+"""The search that shows how safe a placement could be ends after this many tries without a gain: 10 ms, ten nodes."""
 
 
 def replan(
@@ -146,10 +146,8 @@ def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[
 def nearest_counts(
     counts: Sequence[int], loads: Sequence[float], *, num_slots: int, min_replicas: int, ratio_max: float
 ) -> list[int]:
-    """Change replica counts one by one, until they fill the slots and their `busiest_replica_load_ratio` is at most
-    `ratio_max`.
-
-    Args: ratio_max: must be above the ratio of the best counts; then each change leads towards the best counts."""
+    """Change replica counts one by one, until they fill the slots and the busiest replica has at most `ratio_max` times
+    the mean load. Args: ratio_max: above the ratio of the best counts; then each change leads towards these counts."""
     counts = [max(min_replicas, count) for count in counts]
     while sum(counts) != num_slots or busiest_replica_load_ratio(loads, counts) > ratio_max:
         if sum(counts) >= num_slots:

@@ -41,7 +41,7 @@ def token_shares(
 def busiest_node_load_ratio(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], shares: Sequence[dict[int, float]]
 ) -> float:
-    """Return the busiest node's time, divided by the time if all shared the total work in proportion to speed; >= 1."""
+    """Return the busiest node's time / the time if nodes shared all work in proportion to their speeds; at least 1."""
     held = [load if share else 0.0 for load, share in zip(loads, shares, strict=True)]
     if math.fsum(held) <= 0.0:
         return 1.0
