@@ -5,10 +5,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
+from sim_faults import FaultKind
 from trial import CampaignOptions
 from witness import RunVerdict
-
-from shoal.protocol.sim.chaos import FaultKind
 
 
 def one_line(verdict: RunVerdict) -> str:

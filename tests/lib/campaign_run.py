@@ -11,13 +11,13 @@ from collections.abc import Awaitable, Callable
 
 import torch
 from sightings import Injected, Quiet, Ticked
+from sim_faults import play
 from sim_swarm import SimSwarm
 from tiny_run import tiny_corpus
 from trial import CampaignOptions, Trial, draw_trial
 from witness import RunVerdict, RunWitness
 
 from shoal.protocol.errors import LocalError
-from shoal.protocol.sim.chaos import play
 from shoal.protocol.sim.loop import Deadlock, VirtualTimeLoop, run
 from shoal.protocol.sim.network import Network
 from shoal.protocol.sim.world import SimPeer

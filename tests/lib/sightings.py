@@ -1,11 +1,11 @@
 """The events of a simulated swarm, from its nodes to the invariants."""
 
 import msgspec
+from sim_faults import Fault
 
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import CommitReport, RoundStart
 from shoal.protocol.plan import SignedPlan
-from shoal.protocol.sim.chaos import Fault
 
 
 class _Seen(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+from sim_faults import FaultKind, Schedule, draw_schedule
 from tiny_run import tiny_spec
 
 from shoal.peer.replica.flow import Traffic
 from shoal.protocol.errors import LocalError
-from shoal.protocol.sim.chaos import FaultKind, Schedule, draw_schedule
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.spec import RunSpec, WireSpec
 from shoal.protocol.wire_format import WireFormat

@@ -8,11 +8,11 @@ from functools import lru_cache
 import msgspec
 from invariants import Expectation, all_invariants
 from sightings import CommitSeen, Event, Held, Injected, Opened, Quiet, Ticked
+from sim_faults import FaultKind, Schedule
 from tiny_run import tiny_corpus
 from trial import Trial
 
 from shoal.peer.single_process import train
-from shoal.protocol.sim.chaos import FaultKind, Schedule
 from shoal.protocol.spec import RunSpec, WireSpec
 
 

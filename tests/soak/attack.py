@@ -608,12 +608,10 @@ async def go_on(attack: Callable[[Known, PeerID], Awaitable[None]], known: Known
 
 
 def weight_in_peace(name: str, swarm: Swarm, peace: Window) -> float:
-    """Megabytes that `name` should have. Who has coordinated for the first time since the first peace has loaded
-    the planner, so it is compared with the heaviest of those who had."""
-    base = peace.megabytes[name]
-    if name in swarm.coordinators - peace.coordinators:
-        return max([base, *(peace.megabytes[other] for other in peace.coordinators if other in peace.megabytes)])
-    return base
+    """Megabytes that `name` should have. A coordinator loads the planner at its first search, perhaps terms later,
+    so a peer that has ever coordinated is compared with the heaviest of those that had coordinated in peace."""
+    heaviest = [peace.megabytes[other] for other in peace.coordinators if other in peace.megabytes]
+    return max([peace.megabytes[name], *(heaviest if name in swarm.coordinators else ())])
 
 
 def flaws(swarm: Swarm, peace: Window, war: Window, strangers: Sequence[Stranger]) -> list[str]:

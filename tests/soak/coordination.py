@@ -27,9 +27,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from sim_faults import Fault, FaultKind, draw_schedule, play
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.driver import Callbacks, Coordination
@@ -50,7 +54,6 @@ from shoal.protocol.messages import (
     TransferLeadership,
 )
 from shoal.protocol.plan import SignedPlan
-from shoal.protocol.sim.chaos import Fault, FaultKind, draw_schedule, play
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.trust import OpenGate

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
 from campaign_run import run_trial
 from sightings import Injected
+from sim_faults import Fault, FaultKind
 from sim_swarm import SimSwarm
 from tiny_run import tiny_spec
 from trial import Trial
@@ -28,7 +29,6 @@ from uncontrolled import Uncontrolled
 from witness import RunWitness
 
 from shoal.peer.replica.flow import Control, Traffic, Window
-from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.sim.network import LinkSpec
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import FREE

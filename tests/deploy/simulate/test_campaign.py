@@ -9,6 +9,7 @@ import pytest
 from campaign_report import failure, json_line, one_line, replay_command, summary
 from campaign_run import run_trial
 from sightings import Failed
+from sim_faults import Fault, FaultKind
 from sim_swarm import SimSwarm
 from tiny_run import tiny_spec
 from trial import CampaignOptions, Trial, draw_trial, parse_kinds, parse_wire
@@ -16,7 +17,6 @@ from witness import RunVerdict, RunWitness
 
 from shoal.peer.membership import learner
 from shoal.protocol.errors import LocalError
-from shoal.protocol.sim.chaos import Fault, FaultKind
 
 SHORT = CampaignOptions(peers=6, steps=6, fault_s=10.0, mean_gap_s=4.0)
 

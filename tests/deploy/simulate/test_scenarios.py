@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 from campaign_run import run_trial
 from sightings import Injected
+from sim_faults import Fault, FaultKind
 from sim_swarm import SimSwarm
 from tiny_run import tiny_spec
 from trial import Trial
@@ -13,7 +14,6 @@ from witness import RunVerdict, RunWitness
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.peer.pipeline.microbatch import indices_from
-from shoal.protocol.sim.chaos import Fault, FaultKind
 from shoal.protocol.sim.network import LinkSpec
 
 pytestmark = pytest.mark.sim

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from sim_faults import Fault, FaultKind, draw_schedule, play
 
 from shoal.protocol.errors import LocalError, Unreachable
-from shoal.protocol.sim.chaos import Fault, FaultKind, draw_schedule, play
 from shoal.protocol.sim.clock import WALL_AT_ZERO_S
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
