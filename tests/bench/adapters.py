@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from single_process import StepLoss, train
 from tiny_run import tiny_corpus
 from validating import validate
 
@@ -33,7 +34,6 @@ from shoal.peer.model.layout import all_layer_keys, layer_layout, num_parameters
 from shoal.peer.model.llama import Params
 from shoal.peer.pipeline.microbatch import Microbatch
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.single_process import StepLoss, train
 from shoal.protocol.spec import AdapterSpec, BaseFormat, RunSpec
 from shoal.protocol.tensors import model_bytes, state_elements
 

@@ -17,9 +17,11 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from single_process import train
+
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.model.layout import num_parameters
-from shoal.peer.single_process import train
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.spec_file import load_spec
 

@@ -13,10 +13,10 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from single_process import train
 from validating import validate
 
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 
 

@@ -14,11 +14,11 @@ import msgspec
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from single_process import StepLoss, train
 from validating import validate
 
 from shoal.peer.data.corpus import Corpus, load_corpus
 from shoal.peer.model.layout import num_parameters
-from shoal.peer.single_process import StepLoss, train
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.toml.defaults import batch_tokens_of, size_of
 from shoal.protocol.toml.spec_file import convert_spec

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 sys.path.insert(0, str(Path(__file__).parent / "staleness"))
 from layers import Layer
 from settings import Method
+from single_process import train
 from tasks import GPT, ByteGPT
 from tasks import validate as study_validate
 from validating import validate
@@ -26,7 +27,6 @@ from validating import validate
 from cuts import Sums, cuts
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.single_process import train
 from shoal.protocol.spec import OptimizerSpec, RunSpec, TrainingSpec, WireSpec
 from shoal.protocol.wire_format import WireFormat
 

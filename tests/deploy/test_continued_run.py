@@ -5,10 +5,10 @@ from typing import Any
 import msgspec
 import pytest
 from sim_swarm import SimSwarm
+from single_process import train
 from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.deploy.state.spec_record import seal_spec
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import ContinuedSpec, RunSpec, continued_spec

@@ -5,9 +5,9 @@ from typing import Any
 
 import psutil
 import pytest
+from single_process import train
 
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.toml.spec_file import load_spec
 
 STEPS = 50

@@ -7,10 +7,10 @@ import msgspec
 import pytest
 import torch
 from sim_swarm import SimSwarm
+from single_process import train
 
 from shoal.deploy.visitor.recover import Recovery
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from sim_swarm import SimSwarm
+from single_process import train
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator, Layout, NoLayout, SwarmSnapshot
@@ -14,7 +15,6 @@ from shoal.coordinator.era import MISSING_HEARTBEATS
 from shoal.deploy.node.node import LEAVE_S
 from shoal.deploy.session.stop import LEAVE_SOON_S
 from shoal.peer.data.corpus import Corpus, load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.plan import Plan
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 from sim_swarm import SimSwarm
+from single_process import train
 from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import RunSpec

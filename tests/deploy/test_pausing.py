@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import pytest
 from sightings import CommitSeen
 from sim_swarm import SimSwarm
+from single_process import train
 from tiny_run import tiny_corpus, tiny_spec
 
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

@@ -1,5 +1,5 @@
 """What crosses a wire, in one process: a cut between two stages, and sums among the members of one (`between` and
-`on_backward` of `peer/single_process.py`)."""
+`on_backward` of `single_process.py`)."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,6 +7,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from single_process import Between
 from torch import Tensor
 
 from shoal.peer.data.corpus import Corpus
@@ -16,7 +17,6 @@ from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.group.reduce import Outgoing, Reduction
 from shoal.peer.pipeline.microbatch import Microbatch, bitmap_of
 from shoal.peer.pipeline.wire import ActivationWire
-from shoal.peer.single_process import Between
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import RoundMember, RoundStart
 from shoal.protocol.spec import RunSpec

@@ -14,6 +14,7 @@ import msgspec
 from blake3 import blake3
 from sightings import CommitSeen, Event, Obeyed
 from sim_swarm import SimSwarm
+from single_process import train
 from tiny_run import tiny_corpus, tiny_spec
 from torch import Tensor
 
@@ -22,7 +23,6 @@ from shoal.coordinator.allocate.interface import Layout, SwarmSnapshot
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import stored_base
 from shoal.peer.model.layout import EMBED, HEAD, all_layer_keys, init_layer, tied_spans
-from shoal.peer.single_process import train
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run as run_in_virtual_time

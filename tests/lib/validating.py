@@ -1,15 +1,15 @@
-"""The validation loss of a run in one process: the oracle beside `shoal.peer.single_process.train`."""
+"""The validation loss of a run in one process: the oracle beside `single_process.train`."""
 
 from collections.abc import Mapping
 
 import torch
+from single_process import weighed_loss
 
 from shoal.peer.data.corpus import Corpus
 from shoal.peer.data.microbatch import validation_microbatch
 from shoal.peer.model.documents import Documents
 from shoal.peer.model.layout import all_layer_keys
 from shoal.peer.model.llama import Params, rotary_tables, run_layers
-from shoal.peer.single_process import weighed_loss
 from shoal.protocol.spec import RunSpec
 
 

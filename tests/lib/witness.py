@@ -9,10 +9,10 @@ import msgspec
 from invariants import Expectation, all_invariants
 from sightings import CommitSeen, Event, Held, Injected, Opened, Quiet, Ticked
 from sim_faults import FaultKind, Schedule
+from single_process import train
 from tiny_run import tiny_corpus
 from trial import Trial
 
-from shoal.peer.single_process import train
 from shoal.protocol.spec import RunSpec, WireSpec
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 import pytest
+import single_process
 import torch
 
-from shoal.peer import single_process
 from shoal.peer.handoff.initial import bare_layer, first_state, layers_of, weights_digest
 from shoal.peer.model.layout import all_layer_keys, init_layer
 from shoal.peer.model.state import initial_state

@@ -3,6 +3,7 @@ import math
 import msgspec
 import pytest
 import torch
+from single_process import StepLoss, train
 from validating import validate
 
 from shoal.kernels.optimizer import OPTIMIZERS, clip
@@ -11,7 +12,6 @@ from shoal.peer.data.microbatch import microbatch
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout, unit_slices
 from shoal.peer.model.llama import loss, rotary_tables, run_layers
 from shoal.peer.model.schedule import learning_rate
-from shoal.peer.single_process import StepLoss, train
 from shoal.protocol.spec import ModelSpec, OptimizerSpec, RunSpec, SwarmSpec, TrainingSpec
 
 TEXT = b"".join(b"def f%d(x):\n    return x + %d\n\n" % (i % 7, i % 5) for i in range(300))

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import save_file
+from single_process import train
 from torch import Tensor
 
 from shoal.deploy.ship.hf_config import config_of
@@ -22,7 +23,6 @@ from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import base_numel, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.schedule import rate_of
-from shoal.peer.single_process import train
 from shoal.protocol.layers import EMBED, HEAD, stage_layer_keys
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

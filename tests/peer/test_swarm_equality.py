@@ -5,13 +5,13 @@ import math
 import msgspec
 import pytest
 import torch
+from single_process import train
 
 from shoal.deploy.ship.hf_config import config_of
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.microbatch import microbatch
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
 from shoal.peer.model.schedule import rate_of
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

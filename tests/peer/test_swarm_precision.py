@@ -5,9 +5,9 @@ import asyncio
 import msgspec
 import pytest
 import torch
+from single_process import train
 
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

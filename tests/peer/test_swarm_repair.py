@@ -6,10 +6,10 @@ from collections import Counter
 
 import msgspec
 import pytest
+from single_process import train
 
 from kills import killed
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.errors import Refused
 from shoal.protocol.messages import Again
 from shoal.protocol.sim.loop import run

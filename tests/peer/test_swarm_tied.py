@@ -5,10 +5,10 @@ import itertools
 import msgspec
 import pytest
 import torch
+from single_process import train
 
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.model.layout import EMBED, HEAD
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 import torch
+from single_process import train
 from validating import validate
 
 from shoal.deploy.ship.hf_config import config_of
@@ -13,7 +14,6 @@ from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.labels import IGNORED
 from shoal.peer.data.microbatch import microbatch
 from shoal.peer.model.layout import all_layer_keys, init_layer, layer_layout
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import DataSpec, SourceSpec

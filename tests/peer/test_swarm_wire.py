@@ -4,13 +4,13 @@ from collections import defaultdict
 
 import msgspec
 import pytest
+from single_process import train
 
 from cuts import cuts
 from kills import killed
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.pipeline.stage import StageRuntime
 from shoal.peer.replica.group_core import GroupCore
-from shoal.peer.single_process import train
 from shoal.protocol.wire_format import Formats, tensor_bytes
 
 STEPS = 12

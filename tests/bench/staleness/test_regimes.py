@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import msgspec
 import pytest
+import single_process
 import torch
 from layers import cut
 from pipeline import play, schedule_of
@@ -17,7 +18,6 @@ from tasks import Batch, BatchShape
 from validating import validate
 
 from shoal.kernels.optimizer import OPTIMIZERS
-from shoal.peer import single_process
 from shoal.peer.model.layout import LayerLayout
 from shoal.peer.model.schedule import learning_rate
 from shoal.protocol.spec import OptimizerSpec

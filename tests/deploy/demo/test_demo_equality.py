@@ -4,9 +4,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from single_process import train
 
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.toml.spec_file import load_spec
 
 STEPS = 20

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import single_process
 import torch
 from typer.testing import CliRunner
 
 from shoal.deploy import cli
 from shoal.deploy.ship.import_model import FolderBase, FolderWeights
-from shoal.peer import single_process
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.handoff.base_layers import FOLDER
 from shoal.peer.model.layout import all_layer_keys

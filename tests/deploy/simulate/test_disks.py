@@ -6,10 +6,10 @@ from pathlib import PurePosixPath
 import pytest
 from newest_snapshot import read_snapshot
 from sim_swarm import SimSwarm
+from single_process import train
 from tiny_run import tiny_corpus, tiny_spec
 
 from shoal.peer.disk.snapshot import DamagedSnapshot, list_snapshots
-from shoal.peer.single_process import train
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform

@@ -4,9 +4,9 @@ import itertools
 
 import msgspec
 import pytest
+from single_process import train
 
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 

@@ -6,9 +6,9 @@ import json
 
 import msgspec
 import pytest
+from single_process import train
 
 from shoal.peer.data.corpus import load_corpus
-from shoal.peer.single_process import train
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import DataSpec

@@ -6,6 +6,7 @@ import itertools
 import msgspec
 import pytest
 import torch
+from single_process import train
 
 from shoal.deploy.visitor import swarm_model
 from shoal.deploy.visitor.swarm_model import SwarmModel
@@ -16,7 +17,6 @@ from shoal.peer.model.generate import Sampler, stream
 from shoal.peer.model.layout import HEAD, all_layer_keys
 from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.peer.pipeline.stage import StageRuntime
-from shoal.peer.single_process import train
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.messages import InferenceAnswer, InferenceRequest
