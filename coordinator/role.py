@@ -470,7 +470,7 @@ class CoordinationRole:
             commands += [LookUp()] if alone else [LookUp(), Publish(plan=live)]
         if alone:
             tenure.publish_at_s = min(tenure.publish_at_s, now_s + ALONE_HEARTBEATS * self._heartbeat_s)
-            why = "there is another coordinator" if hears else "hears no majority of the plan's members"
+            why = "there is another coordinator" if hears else "hears no majority of the plan's electors"
             return [*commands, LogReason(text=f"makes no plans: {why}")]
         if done or self._proposer.is_busy:
             return commands
