@@ -64,7 +64,7 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     card: str
     layers: int
-    """The number of decoder layers that fit on the GPU without the embedding, or all if it holds the whole model."""
+    """The number of decoder layers that fit on the GPU without the embedding; all of them if the whole model fits."""
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None

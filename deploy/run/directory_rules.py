@@ -23,8 +23,8 @@ from shoal.protocol.spec import decode_spec, run_id
 _COPIES_BYTES_MAX = 256 * 1024
 """Room for about 250 copies of the spec. Further peers cannot store a copy, and try again later."""
 _HEADS_BYTES_MAX = 256 * 1024
-"""Room for heads: a coordinator posts one, with its newest plan's number, for two minutes. Records of all keys must fit
-into one message, because a DHT node sends them together to a new node that is closer to the keys."""
+"""Room for heads: a head is a coordinator's record of its newest plan's number, and lasts two minutes. Records of all
+keys must fit into one message, because a DHT node sends them together to a new node that is closer to the keys."""
 _NOTICE_BYTES_MAX = 4 * 1024
 """The largest advert or head: eight addresses of 256 characters, and as much again for everything else."""
 

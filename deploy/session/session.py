@@ -87,7 +87,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between status requests of a peer that reports to a parent. Each asks, because any of them may die."""
+"""Seconds between status requests of a peer that reports to a parent. Each of them asks the coordinator itself, because
+any of them may die."""
 _POLLS_MAX = 20
 """The most status requests per second from all peers together; so in a large swarm each peer asks rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"

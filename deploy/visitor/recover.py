@@ -189,7 +189,7 @@ class Recovery:
     async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
         """Mandate a plan for the reachable peers, and wait up to 30 s until they obey it.
 
-        Args: folder: the owner's folder; it records the last reign's number, so that none is used twice.
+        Args: folder: the owner's folder; it records the last override epoch, so that none is used twice.
         Raises: LocalError: the reset failed; the sentence says why.
         """
         assert owner.peer_id == self._owner
@@ -290,7 +290,8 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last reign that the owner mandated, by the owner's disk: reachable peers may not know it. 0: none."""
+    """Return the last override epoch that the owner mandated, by the owner's disk: reachable peers may not know it. 0:
+    none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

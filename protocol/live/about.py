@@ -63,7 +63,8 @@ class AboutReply:
 
 
 class AboutAnswerer:
-    """Answers, for one peer, any caller. Args: seen_at: returns the multiaddrs from which a peer has connected."""
+    """Answers any caller's questions about one peer. Args: seen_at: returns the multiaddrs from which a peer has
+    connected."""
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run

@@ -19,7 +19,8 @@ from shoal.protocol.ports import Payload
 
 _SAYS_S: Final = 1.0
 _SILENT_S: Final = 4.0
-"""Seconds of silence after which a stream is given up. A carrier within its limits passes some bytes more often."""
+"""Seconds of silence after which a stream is given up. A carrier passes some bytes more often, even when it is slowed
+down by its limits."""
 
 
 class _Inner(asyncio.Protocol):
@@ -119,7 +120,8 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer (if freed, it closes the stream)."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer, kept because freeing it ends the
+    stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

@@ -104,7 +104,8 @@ class DevicePace:
         self._cores = cores
         self._throttled = dirt.throttled
         self._full_s = dirt.burst_s * (1.0 - dirt.throttled)
-        """Seconds of full-speed work in a full bucket; `throttled` of them are added per second."""
+        """Size of the token bucket, in seconds of full-speed work. Each second adds `throttled` seconds to the
+        bucket."""
         self._bucket_s = self._full_s
         self._left_s = 0.0
         self._speed = 0.0

@@ -40,7 +40,7 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""Bytes that the longest-waiting stream earns per byte of other streams: a sixth of the uplink (`live/throttle.py`)."""
+"""Bytes that the longest-waiting stream may send per byte of other streams: a sixth of all (`live/throttle.py`)."""
 
 
 class Links:
@@ -287,7 +287,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its senders get Unreachable(`why`); if `why` is None, nothing."""
+        """Handle the end of the card's process. Its senders get Unreachable(`why`), or no error if `why` is None."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)
