@@ -64,8 +64,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """Sentences that tell the owner which limits cannot be kept because the machine does not report how it is
-        used."""
+        """Sentences that tell the owner which limits we cannot keep because the machine does not report its own use."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

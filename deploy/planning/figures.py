@@ -56,8 +56,7 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one member of a class. The devices of a region are a class; without regions, each device is a
-    class of its own."""
+    """The figures of one member of a class. A region's devices are a class; without regions, each device is a class."""
 
     name: str
     members: int

@@ -57,7 +57,7 @@ class Predictor(Protocol):
 
 
 def check_vocabulary(predictor: Predictor, token_max: int, where: str) -> None:
-    """Raise LocalError if `token_max`, the largest token of a text, is not in the model's vocabulary. Args: where:
-    names the text in the error message."""
+    """Raise LocalError if the model lacks a text's largest token, `token_max`. Args: where: names the text in the
+    error."""
     if token_max >= predictor.model.vocab_size:
         raise LocalError(f"{where} has token {token_max}, and the model knows {predictor.model.vocab_size}")

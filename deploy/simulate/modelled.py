@@ -41,9 +41,8 @@ from shoal.protocol.topology import Topology
 
 
 class Churn(NamedTuple):
-    """A change of membership: `remove` is a power cut, `leave` an orderly end, `add` a start or restart. An `add`
-    while the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent
-    until then."""
+    """A change of membership: `remove` is a power cut, `leave` an orderly end, `add` a start or restart. An `add` while
+    the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent before."""
 
     at_s: float
     kind: Literal["add", "remove", "leave"]
@@ -99,8 +98,7 @@ def chunk_bytes_on(topology: Topology) -> int:
 
     The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
     frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece in fp32
-    is as large as what the slowest uplink sends in 0.4 s (4 bits a number take an eighth of that), but no smaller than
-    a real peer's and no larger than 8 MiB.
+    is what the slowest uplink sends in 0.4 s (an eighth of that in 4 bits), but at least a real peer's, at most 8 MiB.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))

@@ -11,8 +11,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 class PinnedAllocator:
-    """Implements `Allocator` by one placement. Absent devices are left out of their stages; peers outside the placement
-    are spares.
+    """Implements `Allocator` by one placement. Absent devices are left out; peers that the placement lacks are spares.
 
     Args:
         peers: device index -> peer.

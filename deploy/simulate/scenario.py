@@ -84,7 +84,7 @@ class ScenarioFile(Section, frozen=True):
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     adapter: AdapterSpec | None = None
-    """The adapters that train; the first device has their frozen base, the others fetch it. None: all weights train."""
+    """The adapters that train; the first device has the frozen base, the others fetch it. None: all weights train."""
     experts: ExpertsSection | None = None
     """How experts are placed; None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None

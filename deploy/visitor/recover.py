@@ -290,8 +290,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last override epoch that the owner mandated, by the owner's disk: reachable peers may not know it. 0:
-    none."""
+    """Return the last override epoch on the owner's disk, which reachable peers may not know. 0: there is none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

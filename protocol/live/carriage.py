@@ -10,8 +10,7 @@ their identities to each other afterwards (`secure_channel.py`).
 
 The carrier also tells each end the address from which the other end is connected to the carrier. If the other end is
 behind a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once the
-other end has dialled us, because the other end's dial opens the NAT for our address. Both ends dial repeatedly, so the
-second dial succeeds.
+other end has dialled us: that opens its NAT for our address. Both ends dial repeatedly, so the second dial succeeds.
 """
 
 import asyncio

@@ -19,8 +19,7 @@ from shoal.protocol.ports import Payload
 
 _SAYS_S: Final = 1.0
 _SILENT_S: Final = 4.0
-"""Seconds of silence after which a stream is given up. A carrier passes some bytes more often, even when it is slowed
-down by its limits."""
+"""Seconds of silence after which a stream is given up. Even a carrier at its limits passes bytes more often."""
 
 
 class _Inner(asyncio.Protocol):
@@ -120,8 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer, kept because freeing it ends the
-    stream."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer, which ends the stream if freed."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

@@ -177,8 +177,7 @@ def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Return the connections of each public network. An address adds at most its limit,
-    `CONNECTIONS_OF_ADDRESS_MAX`."""
+    """Return the number of connections of each public network; each address adds at most the limit of an address."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))

@@ -128,8 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts the expiry that a reply states, and asks no other node until then. We use the records'
-    own."""
+    """Hole: hivemind trusts the expiry that a reply states, and asks no other node until then. We use the records'."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -193,7 +192,7 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts only our kind of record: the subkey is a string and the value is bytes, both small, and it expires soon.
+    """Accepts only our kind of record: a subkey (string) and a value (bytes), both small, and an expiry that is soon.
 
     Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no limit.
 

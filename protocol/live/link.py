@@ -260,8 +260,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
         """Return the lanes for a frame of this size; None: the frame uses the stream. A frame larger than the whole
-        credit uses the stream, because a receiver that waits for a missing piece holds at most as many bytes of later
-        pieces as the credit allows."""
+        credit uses the stream, because a receiver that waits for a missing piece holds at most the credit."""
         lanes = self._lanes
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 

@@ -48,9 +48,9 @@ _CLOSES: Final = b"closes"
 _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
-"""Parts of the daemon's error messages that mean that an address refused the dial. A dial counts as refused only if
-none of the peer's addresses was silent (`_SILENT`): the one that refused may belong to another machine by now, or to
-us. Any other error counts as no answer, because the fault may be our own."""
+"""Parts of the daemon's error messages that mean that an address refused the dial. A dial counts as refused only if no
+address was silent (`_SILENT`): the one that refused may belong to another machine by now, or to us. Any other error
+counts as no answer: it may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
@@ -86,8 +86,8 @@ class Redialer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Absent peer -> event that is set and dropped at news of the peer, so that calls to the peer stop waiting or
-        retry."""
+        """Absent peer -> event for which calls to the peer wait; it is set and dropped when there is news of the
+        peer."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -121,7 +121,8 @@ class Redialer:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """Record that the peer reached us over a third peer: it has no connection to us, whatever our daemon shows."""
+        """Record that the peer reached us over a third peer: so it has no connection to us, whatever our daemon
+        shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)

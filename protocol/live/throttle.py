@@ -68,7 +68,7 @@ class SendLine:
 
     Args:
         limiter: the volunteer's rate limit; None: there is none.
-        uplink: the window of the line itself; None: unknown.
+        uplink: limits the bytes queued before the line; None: nothing does.
     """
 
     def __init__(self, limiter: RateLimiter | None = None, uplink: Uplink | None = None) -> None:
@@ -109,8 +109,7 @@ class SendLine:
         self._waiting.sort()
 
     def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
-        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; the caller calls `admit` before each
-        slice."""
+        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; `admit` each slice by itself."""
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:
@@ -176,8 +175,7 @@ def _slice_bytes(bytes_per_s: float) -> int:
 
 
 class Throttle:
-    """Limits both directions of one transport. Args: uplink: limits the queue before the line; None: there is no
-    limit."""
+    """Limits both directions of a transport. Args: uplink: limits the queue before the line; None: no limit."""
 
     def __init__(self, limits: RateLimits | None = None, uplink: Uplink | None = None) -> None:
         limits = limits or RateLimits()

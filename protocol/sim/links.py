@@ -105,7 +105,8 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more of its frames. The sender learns it a latency later."""
+        """End the stream at the receiver, which handles no more of its frames. The sender learns of it one latency
+        later."""
         stream.arrived.clear()
         self._refuse(stream, why)
 
@@ -253,7 +254,7 @@ class Links:
         self._watch(stream)
 
     def path_changed(self) -> None:
-        """Send the rest of frames in flight at the new rates; they keep the latency with which they began."""
+        """Send the rest of frames in flight at the new rates. Each frame keeps the latency with which it began."""
         self._flights.path_changed()
         for stream in self._streams.values():
             stream.control_free_s = min(stream.control_free_s, self._agenda.now_s())
