@@ -22,9 +22,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
-"""Enough for ten browsers: each opens six connections to load the page. Many systems allow a process 1,024 files."""
+"""Enough for ten browsers: six connections each to load the page, then one. Many systems allow a process 1,024
+files."""
 REQUEST_S = 10.0
-"""Time for a request's head of a hundred bytes, with a packet sent again after 0.2, 0.4, 0.8, 1.6 and 3.2 s (6.2 s)."""
+"""Time limit of a request's hundred bytes, even if sent again five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
 """Time limit of an answer: enough for 100 KB at 14 kbit/s."""
 

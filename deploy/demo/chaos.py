@@ -19,7 +19,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
 
 COMES_BACK_EVERY = 3
-"""Every third killed peer restarts under its own name, in its own folder. New peers replace the others."""
+"""Every third killed peer restarts under its own name, in its own folder. New peers replace the other killed peers."""
 HEARD_S = 2.5
 """A peer that has been silent for longer (in seconds) may be gone, so it does not count as a holder of state."""
 SETTLED_S = 5.0

@@ -43,7 +43,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of a peer that the invite names. If TCP connections show that a peer is down, it is left out."""
+    """The answers of a peer that the invite names. Peers that TCP connections show to be down are not asked."""
 
     peer: PeerID
     protocol_version: int | None = None

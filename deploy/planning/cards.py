@@ -154,7 +154,7 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that fit into
+    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that each fit into
     `free_bytes`; None if a single layer does not fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:

@@ -2,7 +2,7 @@
 
 The reachable members are then no majority, and must not act as a majority: the missing members may be training on the
 other side of a network partition. So a person decides: the owner's key mandates one reachable peer to make a plan
-without votes. The mandate begins a new *reign* (override epoch). Of two plans the one with the higher reign wins,
+without votes. The mandate begins a new *override epoch*. Of two plans the one with the higher override epoch wins,
 whatever their terms are. So a peer that returns from the other side adopts the mandated plan, and loses what it trained
 meanwhile.
 
@@ -87,7 +87,8 @@ class Situation:
 
     @property
     def term(self) -> int:
-        """The term of the mandated plan: `RESET_TERMS` above all known ones, or 1 if that were implausibly high."""
+        """The mandated plan's term: `RESET_TERMS` above all known ones; 1 if too high: a higher epoch outranks
+        terms."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 

@@ -49,7 +49,7 @@ class LaneCount:
         self._judged = 0, 0
 
     def look(self, packets: int, again: int) -> None:
-        """Double the number of lanes if too many packets are lost. Args: packets, again: those sent, resent."""
+        """Double the number of lanes if too many packets are lost. Args: packets: sent so far; again: resent so far."""
         new_packets, new_again = packets - self._judged[0], again - self._judged[1]
         if new_packets < 0 or new_again < 0:  # some lanes have ended, and their packets are gone from the sums
             self._judged = packets, again

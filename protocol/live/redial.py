@@ -86,8 +86,7 @@ class Redialer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Absent peer -> event for which calls to the peer wait; it is set and dropped when there is news of the
-        peer."""
+        """Absent peer -> event for which calls to the peer wait; it is set and dropped at any news of the peer."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -121,8 +120,7 @@ class Redialer:
             self._core.refused(peer, _now_s())
 
     def missed_by(self, peer: PeerID) -> None:
-        """Record that the peer reached us over a third peer: so it has no connection to us, whatever our daemon
-        shows."""
+        """Record that the peer reached us over a third peer: it has no connection to us, whatever our daemon shows."""
         if self._core.missed_by(peer, _now_s()):
             logger.info("%s has lost the connection with us: it is closed here, too", peer[-8:])
             self.drop(peer)
@@ -318,7 +316,7 @@ class Redialer:
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Answer a caller that had lost us. If we have an older connection to it too, close all of them and say so."""
+        """Answer a caller that had lost us. If we still have older connections to it, close all of them and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]

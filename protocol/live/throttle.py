@@ -109,7 +109,7 @@ class SendLine:
         self._waiting.sort()
 
     def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
-        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; `admit` each slice by itself."""
+        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; call `admit` for each slice."""
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:

@@ -76,7 +76,7 @@ class Flights:
             self._agenda.at(stream.first_byte_s, self._first_byte, stream, flight)
 
     def path_changed(self) -> None:
-        """Send the rest of each frame that is being sent at the present rate of its path."""
+        """Go on sending each frame that is leaving, now at its path's present rate."""
         now_s = self._agenda.now_s()
         for stream, flight in self._leaving.items():
             link = self._link(stream.source.place, stream.destination.place)

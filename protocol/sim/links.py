@@ -105,7 +105,7 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more of its frames. The sender learns of it one latency
+        """End the stream at the receiver, which handles no more of its frames. The sender learns it one latency
         later."""
         stream.arrived.clear()
         self._refuse(stream, why)
