@@ -23,8 +23,8 @@ COMES_BACK_EVERY = 3
 HEARD_S = 2.5
 """A peer that has been silent for longer (in seconds) may be gone, so it does not count as a holder of state."""
 SETTLED_S = 5.0
-"""For this many seconds after a process starts or resumes, a status may still describe the time before: the status is
-up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
+"""A status may still describe the time before for this many seconds after a process starts or resumes: the status is up
+to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
