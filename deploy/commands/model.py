@@ -57,7 +57,8 @@ class Model:
 
         Args:
             context: the most tokens that a model from a folder reads at once; None: at most 1,024.
-            keeps_version: through a swarm, use a single version; if it is lost, `work` starts again with the newest.
+            keeps_version: through a swarm, use a single version; once that is lost, `work` starts again with the
+                newest.
         Raises: LocalError: the model or the run cannot be found, or the run does not answer. DataError: there is no
         tokenizer.
         """

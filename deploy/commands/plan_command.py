@@ -67,7 +67,7 @@ class _Planning:
 
     @property
     def searched(self) -> LayoutName:
-        """The name of the layout that is searched by the objective `aim`."""
+        """The name of the layout that a search with the objective `aim` makes."""
         return "ours" if self.aim == "throughput" else "dtfm"
 
     def propose(self, name: LayoutName) -> PlanReport:

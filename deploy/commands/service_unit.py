@@ -166,7 +166,7 @@ def _refuse_control_characters(argument: str) -> None:
 
 
 def _bound(path: Path) -> str:
-    """Quote a path for a unit's list of mounts (SOURCE:TARGET): escape colons. The `-` allows a missing path."""
+    """Quote a path for a unit's list of mounts (SOURCE:TARGET): escape colons. A leading `-` allows a missing path."""
     return _word(f"-{path}").replace(":", "\\:")
 
 

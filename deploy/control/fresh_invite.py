@@ -11,7 +11,7 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 PEERS_NAMED: Final = 3
-"""The peers that an invite names. Each of them can let a newcomer in: the invite works until all three are gone."""
+"""How many peers an invite names. Each of them can let a newcomer in: the invite works until all three are gone."""
 SETTLES_S: Final = 10.0
 """Seconds to wait for more peers while fewer than `PEERS_NAMED` can be named: peers arrive one after the other."""
 APART_S: Final = 60.0

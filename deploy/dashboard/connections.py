@@ -22,11 +22,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
-"""A browser opens six connections to load the page and then keeps one. Many systems allow a process 1,024 files."""
+"""Enough for ten browsers: six connections each to load the page, then one. Many systems allow a process 1,024
+files."""
 REQUEST_S = 10.0
-"""Enough for a hundred bytes, even if a packet is sent again five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
+"""Time limit of a request's hundred bytes, even if sent again five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
-"""Enough for 100 KB at 14 kbit/s."""
+"""Time limit of an answer: enough for 100 KB at 14 kbit/s."""
 
 LIVE = "/live"
 """The path that viewers request. The answer is a stream of updates, which ends when the dashboard closes."""

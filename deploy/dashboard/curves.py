@@ -6,7 +6,7 @@ from shoal.deploy.dashboard.view import ValidationPoint
 from shoal.deploy.record.lines import StepLine, merged
 
 POINTS_MAX = 1200
-"""About two points per pixel of a wide screen. With this many points, neighbours are merged in pairs."""
+"""The most points of a curve, about two per pixel of a wide screen. At this number, neighbours are merged in pairs."""
 VALIDATIONS_MAX = 600
 
 

@@ -207,8 +207,8 @@ class Feed:
         self._add_change(change)
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
-        """Correct a listed plan. The earlier time counts: a peer that just joined lists an old plan with the time of
-        joining. The outcome is final, and so is taken, once a newer plan is known."""
+        """Correct the time and outcome of a listed plan. Of two times keep the earlier: a peer that joins an old plan
+        reports the time of joining. Take the outcome only once a newer plan is known: before that it may change."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}

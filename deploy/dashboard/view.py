@@ -152,7 +152,7 @@ class MineView(Given, frozen=True, kw_only=True):
     tokens_per_s: float
     """Tokens/s through this peer's layers, over the last minute."""
     work_share: float
-    """The peer's share of the run's work, in [0, 1]: tokens times its share of the layers."""
+    """The peer's share of the run's work, in [0, 1]: its share of the tokens times its share of the layers."""
     sent_bytes_per_s: float
     received_bytes_per_s: float
     tokens_total: int

@@ -19,12 +19,12 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
 
 COMES_BACK_EVERY = 3
-"""Every third killed peer restarts under its own name, in its own folder. New peers replace the others."""
+"""Every third killed peer restarts under its own name, in its own folder. New peers replace the other killed peers."""
 HEARD_S = 2.5
-"""A peer that has been silent for more seconds may be gone, so it does not count as a holder of state."""
+"""A peer that has been silent for longer (in seconds) may be gone, so it does not count as a holder of state."""
 SETTLED_S = 5.0
-"""Seconds after the start or resumption of a process. Before they have passed, a status may be about the time before:
-it is up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
+"""A status may still describe the time before for this many seconds after a process starts or resumes: the status is up
+to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
@@ -67,7 +67,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
     A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
-    does not count as a holder. Nor does a process just started or resumed: the status may be about the time before.
+    does not count as a holder. Nor does one that has just started or resumed: the status may describe the time before.
 
     Args:
         status: the swarm's status, under the newest plan.

@@ -218,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Take a plan unless it is old: every peer reports every plan, a restarted peer first an old one."""
+        """Take a plan unless it is old: every peer reports every plan, and a restarted peer begins with an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):

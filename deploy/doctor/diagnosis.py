@@ -170,7 +170,7 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
 
 
 def _nobody_answers(network: NetworkFound) -> Problem:
-    """Return why no address of the invite leads to a peer: of several reasons, the one that came closest to success."""
+    """Return why no address of the invite leads to a peer: the reason at the address that came closest to success."""
     by_dial = {dial: [address for address in network.addresses if address.dial is dial] for dial in Dial}
     if answering := by_dial[Dial.ANSWERS]:
         return Problem(

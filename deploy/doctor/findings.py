@@ -43,7 +43,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """A peer that the invite names and that TCP connections did not show to be down, with its answers."""
+    """The answers of a peer that the invite names. Peers that TCP connections show to be down are not asked."""
 
     peer: PeerID
     protocol_version: int | None = None

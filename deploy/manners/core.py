@@ -30,7 +30,7 @@ class Manners:
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
-    """Requester of a pause -> its reason, as a sentence."""
+    """Requester of a pause -> the reason for the pause, as a sentence."""
     _busy_until_s: float = 0.0
     _seen: Seen | None = None
 
@@ -64,7 +64,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """Sentences for the owner on limits that cannot be kept, because the machine does not report its use."""
+        """Sentences that tell the owner which limits we cannot keep because the machine does not report its own use."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

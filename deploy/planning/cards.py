@@ -64,7 +64,7 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     card: str
     layers: int
-    """The number of decoder layers that fit on the GPU without the embedding, or all if it holds the whole model."""
+    """The number of decoder layers that fit on the GPU without the embedding; all of them if the whole model fits."""
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
@@ -154,7 +154,7 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that fit into
+    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that each fit into
     `free_bytes`; None if a single layer does not fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:

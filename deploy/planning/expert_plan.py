@@ -58,7 +58,7 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     busiest_replica_load_ratio: float
     """The load of the busiest replica, divided by the mean load of a slot."""
     busiest_node_load_ratio: float
-    """The busiest node's load per slot, divided by that of all nodes together; tokens are divided in the best way."""
+    """The busiest node's load per slot, divided by that of all nodes, if replicas share the tokens in the best way."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:

@@ -56,7 +56,7 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one member of a class. A region is a class; without regions, each device is one."""
+    """The figures of one member of a class. A region's devices are a class; without regions, each device is a class."""
 
     name: str
     members: int

@@ -48,7 +48,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float]
     """The parts of the cost by name; the objective's docstring explains them."""
     why: str
-    """Why the layout is impossible, even if it has stages; empty: it is possible."""
+    """Why the layout is impossible (it may have stages all the same); empty: it is possible."""
     took_s: float
     """The CPU seconds that making the layout took, including those for loading the compiled kernels."""
     same_as: str = ""

@@ -17,7 +17,7 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""Long enough to ask every member of a group for its report at least once, if the group has at most ten members."""
+"""Seconds to wait for a group's report: enough to ask every member at least once, in a group of at most ten members."""
 RATE_S: Final = 30.0
 """The time over which tokens/s is averaged; a step that takes longer is averaged alone."""
 FIRST_S: Final = 5.0

@@ -88,7 +88,7 @@ def need_wandb() -> None:
 
 
 class WandbRun:
-    """One run at Weights & Biases, in `project`. It goes on after a restart: its id is the run's id and the peer.
+    """One run at Weights & Biases, in `project`. A restarted peer continues it: its id has the run's id and the peer's.
 
     Raises: LocalError: wandb does not start, for example without a login.
     """

@@ -85,7 +85,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     duplicates: int = 0
     """Microbatches computed twice, summed over the stages."""
     dissenting: int = 0
-    """The number of members with weights that differed from the rest of their group's after the commit."""
+    """The number of members with weights that differed from those of the rest of their group after the commit."""
     unheard: int = 0
     """The number of groups of which no remaining peer has a report."""
     steps: int = 1

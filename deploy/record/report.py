@@ -73,7 +73,7 @@ class Validated(_Report, frozen=True):
 class StepDone(_Report, frozen=True, kw_only=True):
     """A step that all stages have committed, reported by the coordinator (`coordinator.ledger.StepRecord`).
 
-    A parent process needs it only if some stage has none of its children; else `Committed` tells the step.
+    A parent process needs this report only if some stage has no child of the parent; else `Committed` tells the step.
     """
 
     step: int

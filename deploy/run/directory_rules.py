@@ -1,8 +1,9 @@
 """Decides which records a run's directory (a DHT) accepts. Each node checks a record before it stores, forwards or
 reads the record.
 
-A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. The spec's key accepts only
-such copies, so nobody can crowd them out. Any other record is a peer's signed statement about itself, under its ID.
+A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. The spec's key in the
+directory accepts only such copies: nobody can crowd them out. Any other record is a peer's signed statement about
+itself, under its ID.
 """
 
 from collections.abc import Mapping
@@ -23,8 +24,8 @@ from shoal.protocol.spec import decode_spec, run_id
 _COPIES_BYTES_MAX = 256 * 1024
 """Room for about 250 copies of the spec. Further peers cannot store a copy, and try again later."""
 _HEADS_BYTES_MAX = 256 * 1024
-"""Room for heads: a coordinator posts one, with its newest plan's number, for two minutes. Records of all keys must fit
-into one message, because a DHT node sends them together to a new node that is closer to the keys."""
+"""Room for heads: a head is a coordinator's record of its newest plan's number, and lasts two minutes. Records of all
+keys must fit into one message, because a DHT node sends them together to a new node that is closer to the keys."""
 _NOTICE_BYTES_MAX = 4 * 1024
 """The largest advert or head: eight addresses of 256 characters, and as much again for everything else."""
 

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 _M_ARENA_MAX = -8
 _INTERVAL_S = 10.0
-"""Seconds between trims. A trim, and getting pages back after it, take a few milliseconds: a thousandth of a core."""
+"""Seconds between trims. A trim, and getting pages back after it, take milliseconds: a thousandth of a core's time."""
 _LARGE_PARAMETERS = 4_000_000
-"""Parameters of a large stage. A smaller stage leaves at most 48 MB unused, which the next regular trim returns."""
+"""A stage is large from this many parameters on. A smaller one leaves at most 48 MB for the next regular trim."""
 
 
 def share_heap() -> None:

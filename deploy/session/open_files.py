@@ -6,7 +6,7 @@ import sys
 from shoal.protocol.errors import LocalError
 
 FILES_MIN = 256
-"""The fewest that a peer can work with: 28 are open when it is idle, a few more per neighbour, transfer or snapshot."""
+"""A peer needs at least this many open files: 28 when idle, and a few for each neighbour, transfer or snapshot."""
 
 
 def allow_open_files() -> None:

@@ -23,7 +23,7 @@ class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` has no model of the base's shape.
 
     Args:
-        near: folders of snapshots. A peer keeps the base's layers in the same run folder as its snapshots.
+        near: folders of snapshots; layers of the base are sought in the run folders above, where peers keep them.
         folder: the user's path of the model; None: search for it.
     """
 

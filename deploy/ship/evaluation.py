@@ -50,8 +50,8 @@ def validation_scores(
 
 
 def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> Score:
-    """Return the perplexity of a text file as one document. After the first half context, each token is predicted from
-    at least half a context.
+    """Return the perplexity of a text file as one document. Each token after the first half context is predicted from
+    at least half a context of earlier tokens.
 
     Raises: LocalError: the file is not a text.
     """

@@ -158,5 +158,5 @@ def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSn
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Return the keys under which snapshots store layers; experts have their own keys if the run places them."""
+    """Return the keys under which snapshots store layers; experts have their own keys if peers hold single experts."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)

@@ -42,7 +42,7 @@ from shoal.protocol.topology import Topology
 
 class Churn(NamedTuple):
     """A change of membership: `remove` is a power cut, `leave` an orderly end, `add` a start or restart. An `add` while
-    the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent so far."""
+    the device is still leaving does nothing. If a device's first event is an `add` after 0 s, it is absent before."""
 
     at_s: float
     kind: Literal["add", "remove", "leave"]
@@ -98,7 +98,7 @@ def chunk_bytes_on(topology: Topology) -> int:
 
     The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
     frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece in fp32
-    is at most what the slowest uplink sends in 0.4 s (in 4 bits, an eighth of 0.4 s), but at least a real peer's.
+    is what the slowest uplink sends in 0.4 s (an eighth of that in 4 bits), but at least a real peer's, at most 8 MiB.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))

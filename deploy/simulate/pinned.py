@@ -11,7 +11,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 class PinnedAllocator:
-    """Implements `Allocator` by one placement. Its absent devices are left out; peers that it does not name are spares.
+    """Implements `Allocator` by one placement. Absent devices are left out; peers that the placement lacks are spares.
 
     Args:
         peers: device index -> peer.

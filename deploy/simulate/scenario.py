@@ -52,7 +52,7 @@ class ExpertsSection(Section, frozen=True):
     """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
-    """The number of experts that a member holds of each of its layers."""
+    """The number of experts of each of its layers that a member holds."""
     holders: int | Literal["auto"] = "auto"
     """The least number of members that hold each expert, at most all members of the stage; "auto": a run's default. If
     `slots` are too few for it, members hold more experts. The coordinators choose the members by load."""
@@ -84,7 +84,7 @@ class ScenarioFile(Section, frozen=True):
     training: TrainingSpec = msgspec.field(default_factory=TrainingSpec)
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     adapter: AdapterSpec | None = None
-    """The adapters that train; the first device has their frozen base, the others fetch it. None: all weights train."""
+    """The adapters that train; the first device has the frozen base, the others fetch it. None: all weights train."""
     experts: ExpertsSection | None = None
     """How experts are placed; None: each member of a stage holds all experts of its layers."""
     churn: ChurnSection | None = None

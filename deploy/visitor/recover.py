@@ -2,7 +2,7 @@
 
 The reachable members are then no majority, and must not act as a majority: the missing members may be training on the
 other side of a network partition. So a person decides: the owner's key mandates one reachable peer to make a plan
-without votes. The mandate begins a new *reign* (override epoch). Of two plans the one with the higher reign wins,
+without votes. The mandate begins a new *override epoch*. Of two plans the one with the higher override epoch wins,
 whatever their terms are. So a peer that returns from the other side adopts the mandated plan, and loses what it trained
 meanwhile.
 
@@ -87,7 +87,8 @@ class Situation:
 
     @property
     def term(self) -> int:
-        """The term of the mandated plan: `RESET_TERMS` above all known ones, or 1 if that were implausibly high."""
+        """The mandated plan's term: `RESET_TERMS` above all known ones; 1 if too high: a higher epoch outranks
+        terms."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
@@ -189,7 +190,7 @@ class Recovery:
     async def reset(self, situation: Situation, owner: Identity, folder: Path) -> Recovered:
         """Mandate a plan for the reachable peers, and wait up to 30 s until they obey it.
 
-        Args: folder: the owner's folder; it records the last reign's number, so that none is used twice.
+        Args: folder: the owner's folder; it records the last override epoch, so that none is used twice.
         Raises: LocalError: the reset failed; the sentence says why.
         """
         assert owner.peer_id == self._owner
@@ -290,7 +291,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last reign that the owner mandated, by the owner's disk: reachable peers may not know it. 0: none."""
+    """Return the last override epoch on the owner's disk, which reachable peers may not know. 0: there is none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

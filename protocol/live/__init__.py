@@ -1,4 +1,4 @@
-"""The ports on real networks and disks: the only package that imports hivemind, and only the parts that we use.
+"""Implements the ports on real networks and disks. Only this package imports hivemind, and only the parts it needs.
 
 `hivemind`, `hivemind.dht` and `hivemind.utils` import all their submodules (averager, mixture of experts, optimizer,
 tensor transport), and with these scipy and torch. A command that only asks a run something needs none of them, and

@@ -38,7 +38,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """The port on which the caller listens and asks to be dialled; 0: none."""
+    """The port on which the caller listens, and asks us to dial it; 0: it asks for no dial."""
     run_mark: str = ""
     """Hash of the run about which the caller asks (`mark_of`); only peers that know the run's id recognise it."""
 
@@ -63,7 +63,7 @@ class AboutReply:
 
 
 class AboutAnswerer:
-    """Answers, for one peer, any caller. Args: seen_at: returns the multiaddrs from which a peer has connected."""
+    """Answers any caller about one peer. Args: seen_at: returns the multiaddrs from which a peer has connected."""
 
     def __init__(self, *, run: str, seen_at: Callable[[PeerID], Awaitable[Sequence[str]]]) -> None:
         self._run = run

@@ -8,9 +8,9 @@
 Each message contains its sender's certificate, so that the receiver does nothing for a stranger. The two ends prove
 their identities to each other afterwards (`secure_channel.py`).
 
-The carrier also tells each end the address from which the other end is connected to the carrier. If that end is behind
-a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once that end
-has dialled us, since that dial opens the NAT for our address. Both ends dial repeatedly, so the second dial succeeds.
+The carrier also tells each end the address from which the other end is connected to the carrier. If the other end is
+behind a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once the
+other end has dialled us: that opens its NAT for our address. Both ends dial repeatedly, so the second dial succeeds.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ class Carry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=
 
 class Carried(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
     source: _Peer
-    """The opener's PeerID, by the carrier's word. The opener proves it later."""
+    """The opener's PeerID, as the carrier claims; the opener proves it later."""
     purpose: Purpose
     certificate: _Certificate
     seen_at: _Places

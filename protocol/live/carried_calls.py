@@ -163,7 +163,7 @@ class CarriedCalls:
         await end_tasks(*self._opening.values(), *self._tasks)
 
     async def _open(self, peer: PeerID) -> CallStream:
-        """Open one stream for all callers that wait for the same peer's stream, even if some callers give up."""
+        """Open a stream to `peer`. All callers that wait for it share it, and it opens even if some give up."""
         task = self._opening.get(peer)
         if task is None:
             task = self._opening[peer] = asyncio.create_task(self._opened(peer), name=f"calls to {peer[-8:]}")

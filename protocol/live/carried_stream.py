@@ -19,7 +19,7 @@ from shoal.protocol.ports import Payload
 
 _SAYS_S: Final = 1.0
 _SILENT_S: Final = 4.0
-"""Seconds of silence after which a stream is given up. A carrier within its limits passes some bytes more often."""
+"""Seconds of silence after which a stream is given up. Even a carrier at its limits passes bytes more often."""
 
 
 class _Inner(asyncio.Protocol):
@@ -119,7 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer (if freed, it closes the stream)."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer, which ends the stream if freed."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

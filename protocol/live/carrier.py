@@ -57,7 +57,7 @@ class Carrier:
         relay_bytes_per_s: limit of the forwarded bytes, both directions together.
         connected: returns the peers to which the daemon is connected now, with their remote multiaddrs.
         open_stream: opens a stream that is to be carried to a peer, over an existing connection.
-        find_connection: tells the uplink's window which connection the stream to a peer uses.
+        find_connection: tells the uplink (`uplink.py`) which connection the stream to a peer uses.
     """
 
     def __init__(

@@ -20,8 +20,8 @@ class ThreadCompute:
     Args:
         initializer: runs in each of the two threads before the first job, and sets for example torch's number of
             threads. If it raises, every job raises the same error.
-        probe_clock: the clock that times probes. For a CPU `time.thread_time`: six peers that start on one machine
-            would otherwise measure each other's start, and differ by a factor of four.
+        probe_clock: the clock that times probes. For a CPU it is `time.thread_time`: by wall time, six peers that start
+            together on one machine slow each other's probes down, and their measured speeds differ by a factor of four.
         share: the share of time in which the device may work. Beyond it the device rests (`duty.py`). A job's reported
             duration is its time divided by the share: so planners see the speed that the share allows.
         spent_s: returns the seconds of device time that this process has used; None: the jobs' durations count. For a
@@ -50,7 +50,7 @@ class ThreadCompute:
         self._jobs_s = 0.0
         self._charged_s = spent_s() if spent_s is not None else 0.0
         self._by_jobs_s = 0.0
-        """Seconds used by jobs that `Duty` has not been told yet."""
+        """Device seconds of jobs that have not been reported to `Duty` yet."""
         self._turn = asyncio.Lock()
 
     @property

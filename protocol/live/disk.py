@@ -12,8 +12,8 @@ from shoal.protocol.ports import Payload
 
 
 class LiveDisk:
-    """Files below the folder `root`. Several threads and processes may use them at once if their paths differ or they
-    hold a lock. The caller makes the folders above `root` durable."""
+    """Files below the folder `root`. Several threads and processes may work here at once if each uses paths of its own
+    or holds a lock. The caller makes the folders above `root` durable."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

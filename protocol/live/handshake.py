@@ -44,7 +44,7 @@ class Greeter:
     identity: Identity
     members: Members
     addresses: Callable[[], tuple[str, ...]]
-    """Returns our addresses. A peer forgets them when its daemon restarts, and learns them again from a HELLO."""
+    """Returns our addresses. Another peer forgets them when that peer's daemon restarts; a HELLO tells them again."""
 
     def hello(self, to: PeerID, *, nonce: bytes, lane_port: int = 0) -> bytes:
         """Return a complete HELLO frame."""

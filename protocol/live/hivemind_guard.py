@@ -37,7 +37,7 @@ from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import AccessLevel, Members
 
 _NESTED_LOADS_MAX = 2
-"""Nested calls of `loads`: an honest list of records needs a second one for its extension type, and none needs more."""
+"""The most nested calls of `loads`: an honest list of records needs two, the second for its extension type."""
 _SUBKEY_BYTES_MAX = 256
 
 _nesting = threading.local()
@@ -128,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's own expiry, and asks no other node before that. We use the records' expiry."""
+    """Hole: hivemind trusts a reply's stated expiry, and asks no other node before. We use the records' expiry."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -192,7 +192,7 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts only our kind of record: the subkey is a string and the value is bytes, both small, and it expires soon.
+    """Accepts only our kind of record: a subkey (string) and a value (bytes), both small, and an expiry that is soon.
 
     Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no limit.
 

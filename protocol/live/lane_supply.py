@@ -29,7 +29,7 @@ _LOSS_MIN: Final = 0.003
 """Share of retransmitted packets from which lanes are added: with 0.3 % and a round trip of 60 ms, one connection
 carries only 4 Mbit/s."""
 _PACKETS_MIN: Final = 300
-"""Least number of packets from which the share of retransmitted packets is computed: at 0.3 % about one of these."""
+"""Least number of packets from which the share of retransmitted packets is computed: 0.3 % of them is one packet."""
 _FIELDS: Final = struct.Struct("=100xI52xI")
 """Fields of the kernel's `tcp_info`, whose layout is guaranteed: retransmitted packets, and all packets with data."""
 
@@ -49,7 +49,7 @@ class LaneCount:
         self._judged = 0, 0
 
     def look(self, packets: int, again: int) -> None:
-        """Double the number of lanes if too many packets are lost. Args: packets, again: packets sent and resent."""
+        """Double the number of lanes if too many packets are lost. Args: packets: sent so far; again: resent so far."""
         new_packets, new_again = packets - self._judged[0], again - self._judged[1]
         if new_packets < 0 or new_again < 0:  # some lanes have ended, and their packets are gone from the sums
             self._judged = packets, again
@@ -74,7 +74,7 @@ class LaneSupply:
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, waiting up to `patience_s`, since a peer's first frames often measure the path."""
+        """Dial the first lanes, and wait for them up to `patience_s`: a peer's first frames often measure the path."""
         self.used()
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=patience_s)

@@ -19,7 +19,7 @@ from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
 _PIECES: Final = 4
-"""Least number of pieces of a slice (25 ms of the line's rate), so that a stalled lane holds up only a part of it."""
+"""Least number of pieces of a slice (25 ms of the line's rate): a stalled lane holds up only a part of the slice."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
 """Least size of a piece: about the bytes that TCP sends in a connection's first round trip. Each piece costs a turn of
 both ends' event loops."""
@@ -68,7 +68,7 @@ class SendingLanes:
         self.close_all()
 
     def close_all(self) -> None:
-        """Close all lanes. If the receiver has not handled all that the lanes carried, the stream must end, too."""
+        """Close all lanes. If the receiver has not handled all their frames, the caller must end the stream."""
         lanes, self.lanes = self.lanes, []
         for lane in lanes:
             self._on_change(lane, False)

@@ -42,8 +42,8 @@ _JOINED_BYTES = PIECE_BYTES // 4
 """A payload up to this size is copied and leaves in one write with its header and trailer. Each write costs a turn of
 the loop, a wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
 _CREDIT_GATHERED_BYTES = STREAM_CREDIT_BYTES // 16
-"""Credit is returned once it adds up to this, since each CREDIT frame passes two daemons and costs a fifth of a frame.
-The sender has fifteen sixteenths of its credit left meanwhile."""
+"""Credit is returned once it adds up to this, since each CREDIT frame passes two daemons and costs a fifth of a data
+frame. The sender has fifteen sixteenths of its credit left meanwhile."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -260,7 +260,7 @@ class Link(asyncio.BufferedProtocol):
 
     def _lanes_for(self, frame_bytes: int) -> SendingLanes | None:
         """Return the lanes for a frame of this size; None: the frame uses the stream. A frame larger than the whole
-        credit uses the stream: behind a missing piece the receiver holds at most the credit."""
+        credit uses the stream, because a receiver that waits for a missing piece holds at most the credit."""
         lanes = self._lanes
         return lanes if isinstance(lanes, SendingLanes) and lanes and frame_bytes <= self.window.limit_bytes else None
 

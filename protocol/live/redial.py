@@ -48,13 +48,14 @@ _CLOSES: Final = b"closes"
 _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
-"""Words with which the daemon reports that an address refused a dial. Silence at one address outweighs a refusal at
-another, which may belong to another machine by now, or to us. Other errors may be our own fault."""
+"""Parts of the daemon's error messages that mean that an address refused the dial. A dial counts as refused only if no
+address was silent (`_SILENT`): the one that refused may belong to another machine by now, or to us. Any other error
+counts as no answer: it may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
-"""Figures for every connection within this machine: the kernel's own figures of such a connection would never change,
-as it answers for both ends."""
+"""Stands for the figures of every connection within this machine, which then never counts as dead: the kernel answers
+for both ends, so its own figures would never change."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that also counts while the machine is suspended, if the system has one."""
 
@@ -85,7 +86,7 @@ class Redialer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Absent peer -> event that is set and dropped when there is news of the peer, so that waiting calls check."""
+        """Absent peer -> event for which calls to the peer wait; it is set and dropped at any news of the peer."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -315,7 +316,7 @@ class Redialer:
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Answer a caller that had lost us: if we have an older connection to the caller, close all and say so."""
+        """Answer a caller that had lost us. If we still have older connections to it, close all of them and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]

@@ -40,7 +40,7 @@ _DIALS_SECOND_S: Final = 6.0
 """If both ends are behind NATs, one end dials this many seconds later: the other end's dial has then failed, and has
 opened the other end's NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""Pauses in seconds after all carriers have refused to carry to a peer. Most such peers are gone."""
+"""Growing pauses in seconds after all carriers have refused to carry to a peer: most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
 """Seconds for a carrier to answer before the next one is asked as well."""
 

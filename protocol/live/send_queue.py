@@ -1,7 +1,7 @@
 """The frames to one peer: a priority queue, with one task that writes them to one stream, which opens on demand.
 
-A frame that has left may be lost. If a stream breaks, those frames on their way that may arrive twice are sent again on
-the next stream: the sender was told that these frames have left, and waits for their effect.
+A frame that has left may be lost. If a stream breaks, those frames on their way that may arrive twice without harm are
+sent again on the next stream: the sender was told that these frames have left, and waits for their effect.
 """
 
 import asyncio

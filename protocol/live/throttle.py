@@ -30,7 +30,7 @@ CARRIED: Final = 2.5
 """Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and
 reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
-"""Length of a slice of a frame, in seconds of the rate: with long slices a gradient would wait for a megabyte."""
+"""A slice of a frame is what the line sends in this time. With long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
 """Longest wait of a slice behind urgent frames. So at 5 Mbit/s a copy of state still sends 4 MiB in 40 s; its receiver
 gives up after 60 s."""
@@ -68,7 +68,7 @@ class SendLine:
 
     Args:
         limiter: the volunteer's rate limit; None: there is none.
-        uplink: the window of the line itself; None: unknown.
+        uplink: limits the bytes queued before the line; None: nothing does.
     """
 
     def __init__(self, limiter: RateLimiter | None = None, uplink: Uplink | None = None) -> None:
@@ -109,7 +109,7 @@ class SendLine:
         self._waiting.sort()
 
     def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
-        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; `admit` lets out each slice alone."""
+        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; call `admit` for each slice."""
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:
@@ -140,7 +140,7 @@ class SendLine:
 
     def _serve(self) -> None:
         """Let one slice pass, and serve again once that slice's frame has had time to queue its next slice, so that
-        other frames do not overtake that frame. If the uplink is full, it calls this when it has room again."""
+        other frames do not overtake that frame. If the uplink is full, it calls `_serve` again once it has room."""
         self._is_due = False
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()
@@ -175,7 +175,7 @@ def _slice_bytes(bytes_per_s: float) -> int:
 
 
 class Throttle:
-    """Both directions of one transport. Args: uplink: limits the queue before the line; None: there is no limit."""
+    """Limits both directions of a transport. Args: uplink: limits the queue before the line; None: no limit."""
 
     def __init__(self, limits: RateLimits | None = None, uplink: Uplink | None = None) -> None:
         limits = limits or RateLimits()

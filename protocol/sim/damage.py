@@ -2,8 +2,8 @@
 
 A frame is encoded as in `live/link.py`, damaged, and decoded by a `FrameAssembler`, so the simulation detects exactly
 the damage that real peers detect. The checksums are xxh3: 32 bits over the header, 64 bits over the frame. With a good
-hash of b bits, one damaged frame in 2^b passes: a share of 5e-20, or 5e-14 undetected frames in a million. A damaged
-length passes the header's check once in 4e9; the frame then fails its own check, or the stream ends before the frame is
+hash of b bits, one damaged frame in 2^b passes undetected: for 64 bits 5e-20 of the damaged frames. A damaged length
+passes the header's check once in 4e9; the frame then fails its own check, or the stream ends before the frame is
 complete and nothing is delivered.
 """
 

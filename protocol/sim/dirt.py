@@ -23,17 +23,17 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The dirt of one device and of both directions of its line: the table `dirt` in a scenario file."""
 
     compute_sd: _NotNegative = 0.0
-    """Standard deviation of a job's seconds, as a fraction of their mean. The factor is lognormal; the mean stays."""
+    """Standard deviation of a job's seconds, as a fraction of their mean. They vary by a lognormal factor of mean 1."""
     throttled: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """The part of full speed that the device can keep up for ever. 0.25: a quota of a quarter of a core; 1: all."""
     burst_s: _NotNegative = 0.0
     """Seconds that a rested device works at full speed before it is throttled: 0.1 * `throttled` with a CPU quota (its
-    period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores them all."""
+    period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores the whole burst."""
     probe_waits: bool = True
     """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
     neighbour on the same cores shows."""
     wander_sd: _NotNegative = 0.0
-    """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean stays."""
+    """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean rate stays."""
     wander_s: _Positive = 60.0
     """Time in which the autocorrelation of the logarithm of the line's rate falls to 1/e."""
     others_share: _Share = 0.0
@@ -104,7 +104,7 @@ class DevicePace:
         self._cores = cores
         self._throttled = dirt.throttled
         self._full_s = dirt.burst_s * (1.0 - dirt.throttled)
-        """Seconds of full-speed work in a full bucket; `throttled` of them are added per second."""
+        """Size of the token bucket, in seconds of full-speed work. Each second adds `throttled` seconds to it."""
         self._bucket_s = self._full_s
         self._left_s = 0.0
         self._speed = 0.0

@@ -16,7 +16,7 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A frame in flight. While it is being sent, its arrival may still change: its stream sends no later frame yet."""
+    """A frame in flight. A change of the path's rate can move its arrival, but only until its last byte has left."""
 
     frame: SimFrame
     rate_bytes_per_s: float
@@ -76,7 +76,7 @@ class Flights:
             self._agenda.at(stream.first_byte_s, self._first_byte, stream, flight)
 
     def path_changed(self) -> None:
-        """Send the rest of each frame that is being sent at the present rate of its path."""
+        """Go on sending each frame that is leaving, now at its path's present rate."""
         now_s = self._agenda.now_s()
         for stream, flight in self._leaving.items():
             link = self._link(stream.source.place, stream.destination.place)

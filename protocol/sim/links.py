@@ -40,7 +40,7 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""Bytes that the longest-waiting stream earns per byte of other streams: a sixth of the uplink (`live/throttle.py`)."""
+"""Bytes that the longest-waiting stream may send per byte of other streams: a sixth of all (`live/throttle.py`)."""
 
 
 class Links:
@@ -105,7 +105,8 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more of its frames. The sender learns it a latency later."""
+        """End the stream at the receiver, which handles no more of its frames. The sender learns it one latency
+        later."""
         stream.arrived.clear()
         self._refuse(stream, why)
 
@@ -253,7 +254,7 @@ class Links:
         self._watch(stream)
 
     def path_changed(self) -> None:
-        """Send the rest of frames in flight at the new rates; they keep the latency with which they began."""
+        """Send the rest of frames in flight at the new rates. Each frame keeps the latency with which it began."""
         self._flights.path_changed()
         for stream in self._streams.values():
             stream.control_free_s = min(stream.control_free_s, self._agenda.now_s())
@@ -287,7 +288,7 @@ class Links:
             self._break(stream, "none of its addresses answers")
 
     def gone(self, card: NetworkCard, *, why: str | None) -> None:
-        """Handle the end of the card's process. Its senders get Unreachable(`why`); if `why` is None, nothing."""
+        """Handle the end of the card's process. Its senders get Unreachable(`why`), or no error if `why` is None."""
         card.is_alive = card.is_serving = False
         for stream in card.outgoing.values():
             self._clear(stream, why)

@@ -23,7 +23,7 @@ class LinkSpec:
     jitter_s: float = 0.0
     """The longest extra delay of a message; delays are uniform. Frames of a stream keep their order."""
     loss: float = 0.0
-    """Probability per message. A lost frame is late by a round trip or more (TCP retransmits); a call never comes."""
+    """Probability per message. A lost frame is late by a round trip or more (TCP retransmits); a lost call is gone."""
     spikes: float = 0.0
     """Probability per message of a delay spike: a delayed call can be overtaken; a delayed frame blocks its stream."""
     spike_s: float = 1.0

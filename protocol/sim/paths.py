@@ -53,7 +53,7 @@ class Disturbance:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Between:
-    """The directed pairs from each place in `sources` to each in `destinations`; unless `one_way`, also back."""
+    """The directed pairs from each place in `sources` to each in `destinations`; unless `one_way`, also the reverse."""
 
     sources: frozenset[int]
     destinations: frozenset[int]

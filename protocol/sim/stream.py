@@ -37,7 +37,7 @@ class SimFrame:
     """True for a second delivery, which takes no credit."""
 
     def repeated(self) -> "SimFrame":
-        """Return a copy for a second delivery; the first delivery's handler cannot change its payload."""
+        """Return a copy for a second delivery, with a payload that the first delivery's handler cannot change."""
         payload = self.payload if isinstance(self.payload, Phantom) else bytearray(self.payload)
         return replace(self, payload=payload, is_damaged=False, is_repeated=True)
 

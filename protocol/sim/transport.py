@@ -111,7 +111,7 @@ class SimTransport:
     # The daemon's death -------------------------------------------------------------------------------------------
 
     def daemon_died(self, others: "Iterable[SimTransport]") -> None:
-        """Break every connection of this peer; its process lives on. The `others` notice this one latency later."""
+        """Break every connection of this peer; its process lives on. The `others` notice that one latency later."""
         why = "our own network daemon died"
         self._links.disconnected(self.card, why=why)
         for reply, peer in self._calls.items():

@@ -289,7 +289,7 @@ class World:
     def kill_daemon(self, peer: SimPeer, *, restarts_in_s: float = 2.0) -> None:
         """Kill the peer's network daemon, if it runs. The peer's process restarts the daemon (later if paused).
 
-        All connections of the peer break. Until the restart its operations wait, and nothing answers at its address.
+        All connections of the peer break. Meanwhile the peer's operations wait, and nothing answers at its address.
         """
         if not peer.is_alive or not peer.transport.card.is_up:
             return
