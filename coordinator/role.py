@@ -74,7 +74,7 @@ CLOSE_PEERS = 2
 """Number of peers, the next in rank, that ping the coordinator: two, in case the first fails together with it. With
 more, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""Each peer in rank tries to take the role this much later than the peer before it, plus three of its round trips."""
+"""Each peer in rank tries to take the role this much, and three round trips, later than the peer before it."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
 

@@ -115,8 +115,8 @@ class TokenRate:
         return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
 
     def newest(self, now_s: float) -> float:
-        """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, its rate is
-        the limit. This figure is quick but noisy, so another figure should confirm it."""
+        """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, the rate is
+        at most that of this step so far. This figure is quick but noisy, so another figure should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]

@@ -29,8 +29,8 @@ ORDER_EXACT_MAX = 13
 _PROBES = 128
 """An annealing first tries this many changes without keeping any: their mean size sets its temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
-"""The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce (dp, in seconds) of a member, and the
-sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square hop."""
+"""The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce time of a member (dp, seconds), and the
+sum of squares of these times. For the boundary to the next stage: the longest hop, and the root mean square."""
 
 
 # --- exact matching and order ---
@@ -261,7 +261,7 @@ def total_edges(x, hop, totals, first, last):
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout, mixed with its smooth version. Args: smooth: that version's weight, 0 to 1."""
+    """Return the objective of a layout (s); `smooth`, 0 to 1, is the part in which root mean squares replace maxima."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):

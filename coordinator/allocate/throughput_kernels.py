@@ -208,7 +208,8 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d is in its stage of the current plan, and the stage must keep all units of which that is true."""
+    """True if unit d is still in its stage of the current plan (`home`), and that stage has no more of its holders left
+    than it must keep (`stayers`)."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False
