@@ -63,7 +63,7 @@ OBEYED_MAX = 256
 
 
 class Adoption(NamedTuple):
-    """The result of `adopt`. `lacks`: the offered plan may be live, but we lack a plan between ours and that one."""
+    """The result of `adopt`. `lacks`: the offered plan may be live, but we lack a plan between our plan and it."""
 
     new: bool
     reason: str = ""

@@ -169,8 +169,8 @@ class ClusterView:
             self.ledger.divide(len(plan.stages))
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
-        """Begin a term as coordinator, or continue as such (`continuing`). Give each member time for a heartbeat before
-        its silence counts.
+        """Begin a term as coordinator, or continue as coordinator (`continuing`). Give each member time for a heartbeat
+        before its silence counts.
         Args: silent: the previous coordinator, if its silence caused this term.
         Returns: whether the previous coordinator has searched for a better layout than that of `plan`."""
         inherited, self._inherited = self._inherited, None

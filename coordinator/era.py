@@ -376,7 +376,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySi
 
 
 def newest_whole(plan: Plan, model: ModelSpec) -> tuple[tuple[int, int], frozenset[str]]:
-    """Return the newest (era, version) of which `plan` certifies every layer, or (0, 0); and the set of all layers."""
+    """Return the newest (era, version) at which `plan` certifies every layer, or (0, 0); and the set of all layers."""
     wanted = frozenset(held_keys(model, placed=bool(plan.experts)))
     return _newest(plan.certified, wanted), wanted
 

@@ -95,7 +95,7 @@ class Inquiry:
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
         """Record a refused connection. After the first refusal, a ping follows in `again_s` seconds.
-        Returns: whether this is the second refusal in a row. A call made before the first one does not count."""
+        Returns: whether this is the second refusal in a row. A call made before the first refusal does not count."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
             return False

@@ -52,7 +52,7 @@ UNMET_MIN = 16
 NOTES_MAX = 16
 REASON_CHARS_MAX = 160
 TOLD_S = 600.0
-"""A refusal is shown for this long; after that the same refusal is news again."""
+"""A refusal is shown for this long. If the same refusal comes later, it is reported again."""
 KEPT_MAX = 64
 
 Roll = tuple[tuple[int, ...], ...]
@@ -180,7 +180,7 @@ class Acquaintance(msgspec.Struct, frozen=True):
     excluded: frozenset[PeerID] = frozenset()
     """Members that the plan's orders exclude."""
     unmet: frozenset[PeerID] = frozenset()
-    """Newcomers of which this peer has neither heard nor seen a certificate."""
+    """Newcomers from which this peer has neither received anything nor seen a certificate."""
 
 
 class Judge:

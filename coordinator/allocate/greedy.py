@@ -216,8 +216,9 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage whose holders all leave a member of the stage that has most speed for its cost and can spare one.
-    If no other peer has the text, stage 0 may take the only holder of another stage, which is then rescued in turn."""
+    """Give each stage that all members leave a member of the richest stage (most speed for its cost) that can spare
+    one. If no other peer has the text, stage 0 may take the only holder of another stage, which is then rescued in
+    turn."""
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
     for slot in slots:

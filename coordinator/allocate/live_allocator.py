@@ -47,7 +47,7 @@ STAY = 0.5
 HOLDERS_MIN = 2
 """A search that keeps the boundaries leaves at least this number of holders in a stage that now has as many or more."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a stage whose state it has, if the step then takes at most this many times the shortest one."""
+"""A newcomer goes to a stage for which it has the state if the step is then at most this many times the shortest."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
@@ -376,7 +376,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of `found` into `slots`. Holders that stay come first, and those that the search left out."""
+    """Put the devices of `found` into `slots`. Holders that stay, or were not in the search, come first."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]

@@ -363,7 +363,7 @@ def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> 
 
 
 def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:
-    """Return the share of a step in which the busiest device sends, if it sends over one path after the other."""
+    """Return the share of a step in which the busiest device sends, if it sends over its paths one by one."""
     topology = objective.topology
     members = np.array([device for stage in current.stages for device in stage])
     if len(members) < 2:

@@ -37,7 +37,7 @@ _FINALISTS = 2
 _RANKED = 4
 """This many of the best placements of a search are compared by the predicted step."""
 UNITS = 128
-"""The number of units at the coarsest level, few enough for a good result within a second."""
+"""The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
 """The last level has single devices if there are at most this many: a move costs n^2 in a stage of n members."""
 

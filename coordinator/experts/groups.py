@@ -208,7 +208,8 @@ def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
     """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
-    busiest experts, as at placement. (Rejected: free slots to all experts in turn; it moved experts without need.)"""
+    busiest experts, as at placement. (Rejected: free slots to all experts in turn, which moved experts without
+    need.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):
