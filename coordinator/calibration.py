@@ -90,7 +90,7 @@ class Calibration:
         self._factor_then = 1.0
         """The learned factor that is part of the live plan's prediction."""
         self._learned_to = 0
-        """The version up to which steps have been learned from."""
+        """The learned factor includes the steps up to this version."""
         self.chosen_tokens_per_s = 0.0
         """Tokens/s predicted for the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0

@@ -53,7 +53,7 @@ UNANSWERED_PATIENCE = 0.5
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
-"""Others are asked to ping a member that has not answered us for this long."""
+"""Other members are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, while we have not, is out of our reach."""

@@ -223,7 +223,7 @@ class CoordinationRole:
         return able and plan.has(self._me) and not self.leaves
 
     def is_fast_tick(self, now_s: float) -> bool:
-        """True if our checks of other peers need the short tick."""
+        """True if our checks of other peers need the short interval between ticks (`BRISK_HEARTBEATS`)."""
         return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:

@@ -71,7 +71,7 @@ class LinkRecord:
     received: Estimate = field(default_factory=Estimate)
     num_probes: int = 0
     fell_to: float = math.inf
-    """Bytes/s to which the link has slowed down for a while; inf: the link has not become slow."""
+    """The link's new rate in bytes/s, if the link has become slow and stayed slow; inf: it has not."""
     told: tuple[float, int] = 0.0, 0
     """(bytes/s, number of probes) of the last report: an equal report repeats the same measurement."""
 

@@ -46,7 +46,7 @@ ASKED_MAX = 64
 """Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
 """Maximum ratio of two shares or bandwidths within a stage (a data centre's GPU beside a single CPU core). A proposer
-keeps it whatever members claim, and a voter refuses more than twice this ratio."""
+stays below it whatever members claim; a voter refuses more than twice this ratio."""
 UNMET_MIN = 16
 """A plan may always have this many members that a voter has not met: a small run may grow at once."""
 NOTES_MAX = 16

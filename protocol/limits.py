@@ -225,7 +225,7 @@ SAVES_OF_ONE_MAX: Final = 4
 KEEPING_SHARE: Final = 0.5
 """Share of the time, in the long run, that a peer spends on fetching copies of one member's state."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""Seconds beyond `KEEPING_SHARE` for one member's copies: a last copy before it leaves may follow a scheduled copy."""
+"""Seconds beyond `KEEPING_SHARE` for one member's copies: a leaving member's last copy may follow a scheduled one."""
 KEEPING_S_MIN: Final = 1.0
 """Least time that counts for a copy, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0

@@ -51,7 +51,7 @@ ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]
 """Matrices that can get adapters in a layer with experts: the experts' own matrices get none."""
 BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
-"""The value of `swarm.stages` that lets the coordinator choose."""
+"""The value of `swarm.stages` that lets the coordinator choose the number of stages."""
 CONTINUED_MAX = 64
 """Continuations that a spec may list: it must fit into a directory record."""
 BASE_CHARS_MAX = 120

@@ -312,7 +312,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         x: a layout of at least two stages.
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts no loss.
+        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts nothing worse.
         smooth: the weight of the smooth objective at the beginning, in [0, 1].
     Returns: the work done; about 150 million units take a second."""
     K, R = x.shape

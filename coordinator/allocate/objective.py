@@ -67,9 +67,9 @@ class Change:
     trust: float
     """kappa in [0, 1], the factor on the logarithm of a predicted gain, since such predictions tend to be too high."""
     loss: float = 0.0
-    """The time that failures of sole holders cost in the new layout, divided by the time of work."""
+    """The time that failures of sole holders of a stage cost in the new layout, divided by the time of work."""
     loss_before: float = 0.0
-    """The time that failures of sole holders cost in the live layout, divided by the time of work."""
+    """The time that failures of sole holders of a stage cost in the live layout, divided by the time of work."""
     drain_s: float
     """Seconds to drain and refill the pipeline: a round trip and commit of each layout, unloaded, plus `AGREED_S`."""
     stop_and_copy_s: float

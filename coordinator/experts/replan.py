@@ -11,8 +11,7 @@ from shoal.coordinator.experts.placement import PATIENCE, busiest_replica_load_r
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability
 
 BUSIER = 1.25
-"""The placement stays while its busiest replica has at most this many times the load of the best placement's
-busiest."""
+"""The placement stays while its busiest replica is at most this many times as busy as in the best placement."""
 RISKIER = 4.0
 """The placement stays while a loss is at most this many times as probable as in the best placement found."""
 RISK_IGNORED = 1e-6
