@@ -32,7 +32,7 @@ from shoal.protocol.spec import ModelSpec
 from shoal.protocol.statement import VerifySignature
 
 PATIENCE_HEARTBEATS = 3.0
-"""A stage without a report of its state counts as lost after this time: a member may be downloading the state."""
+"""State that no living member reports counts as lost after this time: a member may still be downloading it."""
 MISSING_HEARTBEATS = 30.0
 """Minimum wait for absent peers' disks that would make a newer snapshot complete."""
 RESIGNED_HEARTBEATS = 3.0

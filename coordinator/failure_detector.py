@@ -49,7 +49,7 @@ RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
 time of a peer's network daemon on a busy machine. A roll-back costs more."""
 UNANSWERED_PATIENCE = 0.5
-"""Reports of two neighbours count once our own pings stayed unanswered for this share of the member's timeout."""
+"""A member that two neighbours cannot reach is gone once our pings stay unanswered for this share of its timeout."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5

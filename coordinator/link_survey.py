@@ -47,7 +47,7 @@ from shoal.protocol.messages import LinkReport, UnreachablePair
 from shoal.protocol.plan import Plan
 
 LINKS_KEPT_MAX = 64
-"""Number of links, and of failing links, kept of each reporter: the last reported. An honest peer reports no more."""
+"""How many links, and failing links, are kept of each reporter: the last reported. An honest peer reports no more."""
 PROBES_CERTAIN = 3
 """A link's rate is the best of this many probes; the best of fewer is a lower bound."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4

@@ -450,8 +450,7 @@ class ReplanPolicy:
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
         """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first version
         of which every member learns in time, or the one after that. A change in the middle of a step repeats the part
-        that was begun. If a stage has its maximum lead already, a step less of notice is enough, since that stage must
-        wait for the others."""
+        that was begun. If a stage has its maximum lead already, one step less of notice is enough."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:

@@ -26,8 +26,8 @@ SILENT_HEARTBEATS = 2.5
 ABSENT_MAX = 16
 """Maximum number of silent peers in a leadership transfer."""
 TOLD_MAX = 64
-"""Maximum number of adverts, of peers with irregular heartbeats, and of unreachable pairs in a transfer: they spare the
-successor a wait."""
+"""Maximum entries of each kind in a leadership transfer: adverts, irregular heartbeats, unreachable pairs. They spare
+the successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096

@@ -32,7 +32,7 @@ REST_PEERS = 256
 LOOK_HEARTBEATS = 10.0
 """Interval at which the coordinator checks for changed measurements."""
 AFRESH_TERMS = 10
-"""One term in this many begins with a search even if the predecessor has searched: changes may take several terms."""
+"""One term in this many begins with a search even if the predecessor has searched, to notice slow changes."""
 FIRST_PATIENCE_S = 10.0
 """Longest wait of the first plan for a search, which may have to compile its kernels, once on each machine."""
 LINKS_PATIENCE_HEARTBEATS = 10.0

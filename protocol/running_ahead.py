@@ -71,8 +71,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return the least fraction of the uncommitted step that has returned when a stale microbatch begins. Args:
-        gain: g."""
+        """Return the least fraction of the uncommitted step that has returned when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
@@ -89,8 +88,7 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: a later step's microbatch may begin while fewer are in flight than g times those that fill the pipeline (r
-    R)."""
+    """g: a later step's microbatch may begin while fewer are in flight than g times what fills the pipeline (r R)."""
     step_s: float
     staleness_steps: float
 

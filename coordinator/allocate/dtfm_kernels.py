@@ -261,7 +261,8 @@ def total_edges(x, hop, totals, first, last):
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout (s); `smooth`, 0 to 1, is the part in which root mean squares replace maxima."""
+    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of its variant with root mean squares, not
+    maxima."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):

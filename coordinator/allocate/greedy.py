@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """The stayers' total FLOP/s divided by the stage's cost; the stage with the least limits the pipeline."""
+        """FLOP/s of the holders that stay / the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -140,7 +140,7 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 def _slot(
     snapshot: SwarmSnapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]
 ) -> Slot:
-    """Make one slot. Its memory need assumes equally many peers in each stage."""
+    """Make one slot. Its need of memory is computed as if all stages had equally many peers."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
@@ -216,7 +216,7 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage that all members leave a member of the richest stage (most speed for its cost) that can spare
+    """If all members of a stage leave, it gets a member of the richest stage (most speed for its cost) that can spare
     one. If no other peer has the text, stage 0 may take the only holder of another stage, which is then rescued in
     turn."""
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)

@@ -43,7 +43,7 @@ LEAST_VARIANCE = 0.05**2
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""The variance of a probe is the mean of log(measured / claimed speed)^2 over devices and of this many times `WIDE`."""
+"""A probe's variance is the mean of log(measured / claimed speed)^2 over the devices and this many more with `WIDE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12

@@ -248,8 +248,7 @@ class SoleHolders:
 
 
 def trust_in(*, spread: float, error: float, variance: float) -> float:
-    """Return kappa, the factor that shrinks a predicted gain's logarithm. Args: `spread` of true gains; `error` of past
-    predictions; `variance` of the measurements; all of logarithms."""
+    """Return kappa, the factor on a gain's logarithm (module's formula). Args: spread: d; error: tau; variance: v."""
     return spread**2 / (spread**2 + error**2 + variance)
 
 

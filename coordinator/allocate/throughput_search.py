@@ -118,8 +118,8 @@ class ThroughputEvaluator:
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
         """Return a feasible copy of `assignment`. Devices that left a stage go back if the stage must keep more of its
-        holders. Devices without a stage go to the slowest. An empty stage gets an unused device, or the slowest device
-        of the fastest stage."""
+        holders. Devices without a stage go to the slowest stage. An empty stage gets an unused device, or the slowest
+        device of the fastest stage."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS

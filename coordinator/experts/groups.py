@@ -37,7 +37,7 @@ class ExpertPlaces:
         num_experts: the number of experts of each layer.
         slots: the number of experts that a member of a stage holds; 0: experts are not placed.
         min_replicas: the least number of holders of each expert, at most all members of the stage. Members hold more
-            than `slots` experts if this takes it.
+            than `slots` experts if this is necessary.
         records: the failure records of the peers.
     """
 
@@ -208,8 +208,7 @@ def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
     """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
-    busiest experts, as at placement. (Rejected: free slots to all experts in turn, which moved experts without
-    need.)"""
+    busiest experts, as at placement. (Rejected: free slots to all experts in turn; it moved experts without need.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):
