@@ -2,7 +2,7 @@
 
 A change is answered at once with a repaired layout. The search follows, and returns a layout or none. It begins
 
-- for the first plan, which waits for it a while;
+- for the first plan, which waits a while for the result;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
 - at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
 - when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much

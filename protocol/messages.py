@@ -486,7 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed predicted from current figures, also in `sentence`; that of synchronous steps while the run makes these."""
+    """Speed predicted from current figures, for synchronous steps while the run makes these; `sentence` has it, too."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -523,7 +523,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     stands_s: float = 0.0
     """Seconds since the last commit, if that is longer than a step takes; 0: the run makes progress."""
     waits_for: str = ""
-    """One sentence about what keeps the run from progress; empty: nothing is known to."""
+    """One sentence about what keeps the run from progress; empty: no cause is known."""
     risks: tuple[str, ...] = ()
     """Single points of failure, unreachable pairs, and plans that members refused, in sentences."""
     comparison: Comparison | None = None
@@ -625,7 +625,7 @@ class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """Bitmap of the microbatches that the member contributes: those in its sum, and some of its `Progress.held_out`."""
+    """Bitmap of the member's contribution: microbatches in its sum, and those of `held_out` that the leader chose."""
 
 
 class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):

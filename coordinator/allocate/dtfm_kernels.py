@@ -27,7 +27,7 @@ from shoal.coordinator.cost.compiled import below, inner, kernel
 ORDER_EXACT_MAX = 13
 """The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 at 13."""
 _PROBES = 128
-"""An annealing first tries this many changes and undoes each: their mean effect on the cost sets its temperature."""
+"""Annealing first tries this many changes and undoes each: their mean effect on the cost sets the first temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
 """The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce time of a member (dp, seconds), and the
 sum of squares of these times. For the boundary to the next stage: the longest hop, and the root mean square."""

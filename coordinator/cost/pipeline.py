@@ -496,7 +496,7 @@ def fill(supply, demand, path):
 
 
 def evaluate(P, S, work):
-    """Compute all dirty values. Returns: (cost, that of moving state included; the figure that local search minimises).
+    """Compute all dirty values. Returns: (cost, with the cost of moving state; the figure that local search minimises).
     Args: work: int64 [1], to which the work done is added."""
     K = len(S.count)
     for k in range(K):
