@@ -51,7 +51,7 @@ SLOW = 0.75
 CHANGED = 1.25
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""Factors are kept for the latest `NUMBERS_KEPT` numbers of stages that were measured."""
+"""Correction factors are kept for the `NUMBERS_KEPT` numbers of stages that were measured last."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -90,7 +90,7 @@ class Calibration:
         self._factor_then = 1.0
         """The learned factor that is part of the live plan's prediction."""
         self._learned_to = 0
-        """The version up to which steps have been learned from."""
+        """The learned factor includes the steps up to this version."""
         self.chosen_tokens_per_s = 0.0
         """Tokens/s predicted for the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0
@@ -143,7 +143,7 @@ class Calibration:
 
     @property
     def is_off(self) -> bool:
-        """True if the layout is much slower than predicted, or its rate has changed, since the last search began."""
+        """True if, since the last search began, the layout became much slower than predicted, or its rate changed."""
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False

@@ -22,13 +22,13 @@ for any reason (`voting` has the reasons): in Paxos a missing vote does no harm.
 own, so every peer that has moved on refuses a coordinator that wakes up after its term.
 
 When half of a plan's members are lost for good, the run's owner may let one peer make the successor without votes
-(`Plan.mandate`). That plan begins a new reign (`override_epoch`), a number that is compared before the term. So the
-plan overrides whatever the missing members agreed on. A person decides here between two histories.
+(`Plan.mandate`). That plan raises the `override_epoch`, a number that is compared before the term. So the plan
+overrides whatever the missing members agreed on. A person decides here between two histories.
 
 A plan proves itself (`PlanProof`): it names its predecessor, and carries the signed votes of a majority of that plan's
 electors in one ballot. So `adopt` takes a plan from any peer, and checks its predecessor, its votes, and bounded
 increments of term, sequence and era. A peer that lacks earlier plans asks for these (`chain_sync`). Two valid plans of
-one height (reign, term, sequence) raise an alarm.
+one height (override_epoch, term, sequence) raise an alarm.
 
 A lying majority of electors is outside the fault model. The model includes a liar that names a huge term, above which
 no honest candidate could go. So each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
@@ -63,7 +63,7 @@ OBEYED_MAX = 256
 
 
 class Adoption(NamedTuple):
-    """The result of `adopt`. `lacks`: the offered plan may be live, but we lack a plan between ours and that one."""
+    """The result of `adopt`. `lacks`: the offered plan may be live, but we lack a plan between our plan and it."""
 
     new: bool
     reason: str = ""
@@ -83,7 +83,7 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: bytes = b""
     """The predecessor of `live`, with which other peers can check the votes of `live`."""
     mandated: bytes = b""
-    """The plan that began the reign of `live`, if an owner's mandate began it."""
+    """The plan that brought the `override_epoch` of `live`, if it was made by an owner's mandate."""
 
 
 class ChainLog:
@@ -159,12 +159,12 @@ class PlanChain:
 
     @property
     def order(self) -> tuple[int, int]:
-        """(term, sequence) of the live plan; (0, 0) before the first."""
+        """(term, sequence) of the live plan; (0, 0) before the first plan."""
         return self.live.plan.order if self.live else (0, 0)
 
     @property
     def height(self) -> tuple[int, int, int]:
-        """(reign, term, sequence) of the live plan; zeros before the first."""
+        """(override_epoch, term, sequence) of the live plan: the order of plans. Zeros if no plan is live yet."""
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:

@@ -169,8 +169,8 @@ class ClusterView:
             self.ledger.divide(len(plan.stages))
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
-        """Begin a term as coordinator, or continue as such (`continuing`). Give each member time for a heartbeat before
-        its silence counts.
+        """Begin a term as coordinator, or continue as coordinator (`continuing`). Give each member time for a heartbeat
+        before its silence counts.
         Args: silent: the previous coordinator, if its silence caused this term.
         Returns: whether the previous coordinator has searched for a better layout than that of `plan`."""
         inherited, self._inherited = self._inherited, None
@@ -425,8 +425,8 @@ class ClusterView:
         return min(lasts_s, HORIZON_S_MAX)
 
     def _going_back_s(self, catalog: CheckpointCatalog, now_s: float) -> float:
-        """Estimate the seconds lost by a roll-back: its own time, and the training to repeat. That is half a snapshot
-        interval, or the whole run so far if no snapshots are made, or the first is overdue."""
+        """Estimate the seconds lost by a roll-back: its own time, and the training to repeat. The latter is half a
+        snapshot interval, or the whole run so far if no snapshots are made, or the first is overdue."""
         swarm, step_s = self.spec.swarm, self.ledger.pace.usual_step_s
         every_s = [swarm.snapshot_interval_s, swarm.snapshot_interval_steps * step_s]
         interval_s = min((seconds for seconds in every_s if seconds > 0.0), default=math.inf)

@@ -16,7 +16,7 @@ The life of a plan:
   the coordinator refuses its consent, and pings the coordinator more often from then on.
 - A returning peer finds the chain through a heartbeat's reply, a refused offer, or the `PlanHead` in the directory.
 - If half of a plan's members are lost for good, `shoal recover` signs a mandate with the owner's key, and one peer
-  makes a plan without votes. That plan begins a new reign: a number that is compared before term and sequence.
+  makes a plan without votes. That plan raises the `override_epoch`, which is compared before term and sequence.
 
 At most one `Ballot` (the voting on a plan or term) is in flight. A tick drives all timeouts: sixteen times a heartbeat
 on peers that watch for failures, otherwise twice."""

@@ -397,7 +397,7 @@ class Coordination:
             self._obey(self.plan)
 
     def _stored(self, data: bytes) -> SignedPlan | None:
-        """Decode a stored plan; None: `data` is empty, or no peer can follow that plan (older releases stored such)."""
+        """Decode a stored plan; None: `data` is empty, or an older release stored a plan that no peer can follow."""
         me = self._endpoint.peer_id
         if not data:
             return None

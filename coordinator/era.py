@@ -32,7 +32,7 @@ from shoal.protocol.spec import ModelSpec
 from shoal.protocol.statement import VerifySignature
 
 PATIENCE_HEARTBEATS = 3.0
-"""How long a living member may lack its group's state, or not have reported it: it may be downloading the state."""
+"""State that no living member reports counts as lost after this time: a member may still be downloading it."""
 MISSING_HEARTBEATS = 30.0
 """Minimum wait for absent peers' disks that would make a newer snapshot complete."""
 RESIGNED_HEARTBEATS = 3.0
@@ -376,7 +376,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySi
 
 
 def newest_whole(plan: Plan, model: ModelSpec) -> tuple[tuple[int, int], frozenset[str]]:
-    """Return the newest (era, version) of which `plan` certifies every layer, or (0, 0); and the set of all layers."""
+    """Return the newest (era, version) at which `plan` certifies every layer, or (0, 0); and the set of all layers."""
     wanted = frozenset(held_keys(model, placed=bool(plan.experts)))
     return _newest(plan.certified, wanted), wanted
 

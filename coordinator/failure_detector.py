@@ -49,11 +49,11 @@ RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
 time of a peer's network daemon on a busy machine. A roll-back costs more."""
 UNANSWERED_PATIENCE = 0.5
-"""Reports of two neighbours count once our own pings stayed unanswered for this share of the member's timeout."""
+"""A member that two neighbours cannot reach is gone once our pings stay unanswered for this share of its timeout."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
-"""Others are asked to ping a member that has not answered us for this long."""
+"""Other members are asked to ping a member that has not answered us for this long."""
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, while we have not, is out of our reach."""
@@ -95,7 +95,7 @@ class Inquiry:
 
     def is_refused(self, now_s: float, *, took_s: float, again_s: float) -> bool:
         """Record a refused connection. After the first refusal, a ping follows in `again_s` seconds.
-        Returns: whether this is the second refusal in a row. A call made before the first one does not count."""
+        Returns: whether this is the second refusal in a row. A call made before the first refusal does not count."""
         if self.refused_s is None:
             self.refused_s, self.ping_at_s = now_s, now_s + again_s
             return False

@@ -47,7 +47,7 @@ from shoal.protocol.messages import LinkReport, UnreachablePair
 from shoal.protocol.plan import Plan
 
 LINKS_KEPT_MAX = 64
-"""Number of links, and of failing links, kept of each reporter: the last reported. An honest peer reports no more."""
+"""How many links, and failing links, are kept of each reporter: the last reported. An honest peer reports no more."""
 PROBES_CERTAIN = 3
 """A link's rate is the best of this many probes; the best of fewer is a lower bound."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
@@ -63,7 +63,7 @@ EXPIRY_HEARTBEATS = 150.0
 PARTNERS_FIRST = 8
 """This many links of each peer must be known before the first plan, and of a standby before a search places it."""
 PARTNERS_ENOUGH = 48
-"""A peer with this many known links measures no more: the others are estimated from them."""
+"""A peer with this many known links measures no more: its other links are estimated from the known ones."""
 APART_HEARTBEATS = 15.0
 """The time between two probes of a peer while the run trains."""
 STALE_S = 300.0

@@ -25,7 +25,7 @@ from shoal.protocol.statement import VerifySignature
 _IP = re.compile(r"^/ip[46]/([^/]+)/")
 _UNDO = " (`shoal readmit` on the host undoes it)"
 _NAMED_MAX = 4
-"""Maximum number of names in one sentence; of the other keys only their number is said."""
+"""Maximum number of keys named in one sentence; the sentence only counts further keys."""
 
 
 class Admission:

@@ -107,9 +107,9 @@ class Ballot:
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that members have voted for and that may be live. It cannot be live if too few electors are
-        left for a majority, without those that granted us the term and deny a vote for it. So one liar cannot force on
-        us a plan that the others refused."""
+        """The latest plan that members have voted for and that may be live. A plan cannot be live if the electors that
+        granted us the term and deny a vote for that plan leave no majority of others. So one liar cannot force on us a
+        plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -412,7 +412,7 @@ class Proposer:
         override_epoch: int | None = None,
     ) -> SignedPlan:
         """Draft and sign the successor of `base` (None: the first plan) with this layout.
-        Args: mandate: the owner's permission to do so without votes. override_epoch: the reign; None: as in `base`."""
+        Args: mandate: the owner's permission for a plan without votes, or empty. override_epoch: None: as in `base`."""
         view = self._policy.view
         sequence = self._sequence_max = self.next_sequence(base)
         before, begins = base.plan if base else None, layout.beginning

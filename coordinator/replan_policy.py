@@ -42,11 +42,11 @@ RETURN_S_MAX = 600.0
 NOTICE_HEARTBEATS = 3.0
 """Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
-"""Like `NOTICE_HEARTBEATS`, the time until all members know when the layout ends, but safer: no spare step is added."""
+"""Like `NOTICE_HEARTBEATS`, but longer: `_sooner` adds no spare step to this time, so it must be enough by itself."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """If no download has progressed for `END_PATIENCE_S` or this many steps, whichever is longer, a change of layout no
-longer waits for any. If no step has progressed for so long, a change that is already set is called off."""
+longer waits for downloads. If no step was committed for so long, a change that is already set is called off."""
 SEEN_AHEAD_S = 30.0
 """Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
@@ -150,7 +150,7 @@ class ReplanPolicy:
 
     def first_plan(self, now_s: float, *, own: Sequence[Holding] = ()) -> tuple[Next, str]:
         """Return the run's first layout, as soon as enough peers are alive.
-        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only its own.
+        Args: own: the snapshots on our disk. Without a plan nothing is certified, so the owner trusts only these.
         Returns: (the layout, a search to run first, or None if it is too early; the reason)."""
         view, spec = self.view, self.view.spec
         peers = view.roster.measured(now_s)
@@ -449,8 +449,8 @@ class ReplanPolicy:
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
         """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first version
-        of which every member learns in time, or the one after that. A change in the middle of a step repeats that
-        step's started part. A stage at its maximum lead makes one whole step more after the others' next commit."""
+        of which every member learns in time, or the one after that. A change in the middle of a step repeats the part
+        that was begun. If a stage has its maximum lead already, one step less of notice is enough."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:

@@ -74,7 +74,7 @@ CLOSE_PEERS = 2
 """Number of peers, the next in rank, that ping the coordinator: two, in case the first fails together with it. With
 more, the coordinator of a thousand peers would get thousands of calls a second."""
 STAGGER_HEARTBEATS = 0.3
-"""Each peer in rank tries to take the role this much later than the peer before it, plus three of its round trips."""
+"""Each peer in rank tries to take the role this much, and three round trips, later than the peer before it."""
 TERM_HEARTBEATS = 1.5
 """How long a peer that has granted a term waits before it becomes a candidate itself."""
 
@@ -223,7 +223,7 @@ class CoordinationRole:
         return able and plan.has(self._me) and not self.leaves
 
     def is_fast_tick(self, now_s: float) -> bool:
-        """True if our checks of other peers need the short tick."""
+        """True if our checks of other peers need the short interval between ticks (`BRISK_HEARTBEATS`)."""
         return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:

@@ -18,7 +18,7 @@ from shoal.protocol.messages import Absence, Advert, ArrivalStatistics, Heartbea
 from shoal.protocol.plan import Plan
 
 FLOOR_HEARTBEATS = 3.0
-"""A process that stands still for three heartbeats and answers no ping counts as gone; it may return."""
+"""A process that is silent for three heartbeats and answers no ping counts as gone, but may return."""
 OVERDUE_HEARTBEATS = 1.1
 """A peer gets a ping if its next heartbeat is not here after this time; heartbeats vary by a twentieth."""
 SILENT_HEARTBEATS = 2.5
@@ -26,8 +26,8 @@ SILENT_HEARTBEATS = 2.5
 ABSENT_MAX = 16
 """Maximum number of silent peers in a leadership transfer."""
 TOLD_MAX = 64
-"""Maximum number of adverts, of peers with irregular heartbeats, and of unreachable pairs in a transfer: they spare the
-successor a wait."""
+"""Maximum entries of each kind in a leadership transfer: adverts, irregular heartbeats, unreachable pairs. They spare
+the successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
@@ -71,7 +71,7 @@ class LinkRecord:
     received: Estimate = field(default_factory=Estimate)
     num_probes: int = 0
     fell_to: float = math.inf
-    """Bytes/s, if the link has become slow and has stayed so; inf: it has not."""
+    """The link's new rate in bytes/s, if the link has become slow and stayed slow; inf: it has not."""
     told: tuple[float, int] = 0.0, 0
     """(bytes/s, number of probes) of the last report: an equal report repeats the same measurement."""
 
@@ -92,7 +92,7 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """None: the peer is not present now; it was present earlier, or others have told of it."""
+    """The peer's presence. None: it is not present now, but was present earlier, or others have told of it."""
     irregular: ArrivalStatistics | None = None
     """Statistics of the peer's heartbeats from before this term, if these were irregular."""
     speed: Estimate = field(default_factory=Estimate)

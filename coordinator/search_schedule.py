@@ -2,7 +2,7 @@
 
 A change is answered at once with a repaired layout. The search follows, and returns a layout or none. It begins
 
-- for the first plan, which waits for it a while;
+- for the first plan, which waits a while for the result;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
 - at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
 - when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much
@@ -32,7 +32,7 @@ REST_PEERS = 256
 LOOK_HEARTBEATS = 10.0
 """Interval at which the coordinator checks for changed measurements."""
 AFRESH_TERMS = 10
-"""One term in this many searches although the predecessor has searched, to see changes that take several terms."""
+"""One term in this many begins with a search even if the predecessor has searched, to notice slow changes."""
 FIRST_PATIENCE_S = 10.0
 """Longest wait of the first plan for a search, which may have to compile its kernels, once on each machine."""
 LINKS_PATIENCE_HEARTBEATS = 10.0

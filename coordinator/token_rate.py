@@ -28,7 +28,7 @@ SEEN_MARKS = 7
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""The median of the last `LATE_MARKS` marks counts as the layout's rate if it is lower by more than this factor."""
+"""If the median of the last `LATE_MARKS` marks is lower than the layout's rate by this factor, it is the rate."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
 """A step is late after `LATE_STEPS` times the usual step time (for the rate of a layout: `SLOW_STEPS` times), and after
@@ -115,8 +115,8 @@ class TokenRate:
         return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
 
     def newest(self, now_s: float) -> float:
-        """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, its rate is
-        the limit. This figure is quick but noisy, so another figure should confirm it."""
+        """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, the rate is
+        at most that of this step so far. This figure is quick but noisy, so another figure should confirm it."""
         if len(self._marks) < 2:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
@@ -129,7 +129,7 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: may be negative: then count the progress up to that long ago, as if a commit due now were late.
+            seconds: if negative, the progress of the current step is counted up to this long ago only.
             believed_s: predicted time of a step. A late step counts with this time or, if longer, the time that it has
                 taken.
         """

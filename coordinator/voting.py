@@ -46,13 +46,13 @@ ASKED_MAX = 64
 """Maximum number of members that a voter asks about one plan."""
 APART_MAX = 1e6
 """Maximum ratio of two shares or bandwidths within a stage (a data centre's GPU beside a single CPU core). A proposer
-keeps it whatever members claim, and a voter refuses more than twice this ratio."""
+stays below it whatever members claim; a voter refuses more than twice this ratio."""
 UNMET_MIN = 16
 """A plan may always have this many members that a voter has not met: a small run may grow at once."""
 NOTES_MAX = 16
 REASON_CHARS_MAX = 160
 TOLD_S = 600.0
-"""A refusal is shown for this long; after that the same refusal is news again."""
+"""A refusal is shown for this long. If the same refusal comes later, it is reported again."""
 KEPT_MAX = 64
 
 Roll = tuple[tuple[int, ...], ...]
@@ -180,7 +180,7 @@ class Acquaintance(msgspec.Struct, frozen=True):
     excluded: frozenset[PeerID] = frozenset()
     """Members that the plan's orders exclude."""
     unmet: frozenset[PeerID] = frozenset()
-    """Newcomers of which this peer has neither heard nor seen a certificate."""
+    """Newcomers from which this peer has neither received anything nor seen a certificate."""
 
 
 class Judge:

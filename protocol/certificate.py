@@ -16,7 +16,7 @@ from blake3 import blake3
 from shoal.protocol.identity import PeerID
 
 JURY = 15
-"""Most members that sign for a group (their signatures travel in a plan). Larger groups draw this many by lot."""
+"""Maximum number of members that sign for a group: plans carry the signatures. Larger groups draw this many by lot."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]

@@ -116,7 +116,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     score_dim: int | None = None
     """Attention scores are divided by the square root of this number. None: by that of the head size."""
     attention_softcap: float = 0.0
-    """Attention scores are divided by the square root of this number; None: of the head size."""
+    """Soft cap c: attention scores become c tanh(score / c). 0: no cap."""
     logit_softcap: float = 0.0
     scale_embedding: bool = False
     """Embeddings are multiplied by the square root of the width."""

@@ -133,14 +133,14 @@ CONNECTIONS_OPENED_PER_S: Final = 2.0
 SHUT_OUT_S: Final = 60.0
 """A shut-out address is readmitted once it has had at most half the allowed connections for this long."""
 SHUT_OUT_ADDRESSES_MAX: Final = 512
-"""Addresses and networks shut out at a time: a kernel program has at most 4,096 instructions, and an IPv6 network takes
-six."""
+"""Addresses and networks shut out at a time: the kernel's filter program has at most 4,096 instructions, and an IPv6
+network takes six."""
 STRANGERS_REQUESTS_PER_S: Final = 50.0
 """Requests and streams per second, in the long run, that we read from all strangers (peers without a certificate) of
 one network (/24, or /48 of IPv6): 3 % of a core at 0.6 ms each."""
 STRANGERS_ALLOWANCE: Final = 1000.0
 """Requests that we read at once from all strangers of one network. A restarted peer knows no certificate, so each
-member sends it a few requests before it shows one, and a hundred members may share a network."""
+member sends it a few requests before showing one, and a hundred members may share a network."""
 ALLOWANCES_MAX: Final = 4096
 """Sources of requests that have a counter; the least recently used counter is forgotten first."""
 
@@ -203,7 +203,7 @@ DIGEST_CHARS_MAX: Final = 64
 """Characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
 """How many steps ahead of our version we note a group member's contributions. If a member is further ahead, the group
-fetches its state to catch up, and that member repeats its contributions to the present step."""
+fetches that member's state to catch up, and the member repeats its contributions to the present step."""
 ATTESTATIONS_OF_ONE_MAX: Final = 32
 """Versions for which one holder's signature is kept while a newcomer joins."""
 WITNESSED_VERSIONS_MAX: Final = 16
@@ -225,7 +225,7 @@ SAVES_OF_ONE_MAX: Final = 4
 KEEPING_SHARE: Final = 0.5
 """Share of the time, in the long run, that a peer spends on fetching copies of one member's state."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""Seconds beyond `KEEPING_SHARE` for one member's copies: its last, before it leaves, may follow a scheduled copy."""
+"""Seconds beyond `KEEPING_SHARE` for one member's copies: a leaving member's last copy may follow a scheduled one."""
 KEEPING_S_MIN: Final = 1.0
 """Least time that counts for a copy, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0

@@ -155,7 +155,7 @@ class Excluded(NamedTuple):
     readmitted: Set[bytes] = frozenset()
     """Keys that the owner has readmitted: such a member may enter even if its invite is excluded."""
     came_by: Mapping[bytes, bytes] = {}
-    """Excluded member -> its invite's key, if known: the member counts against the invite's seats for good."""
+    """Excluded member -> its invite's key, if known: the member counts against the invite's seats for ever."""
 
 
 class Members:

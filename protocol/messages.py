@@ -103,7 +103,7 @@ class CommitReport(_Part, frozen=True, kw_only=True):
     """Mean over the step's microbatches; only the last stage knows it."""
     digest: str
     dissenting: int = 0
-    """Number of members with another state than most of the group; they then fetch the group's state."""
+    """Number of members with another state than most of the group; these members then fetch the group's state."""
     gradient_norm: float | None = None
     """2-norm of the group's reduced gradient before clipping; None: the sender did not make this step itself."""
     age_s: float = 0.0
@@ -259,7 +259,7 @@ class PlanOffer(_Message, frozen=True):
 
 
 class PlanVote(_Message, frozen=True):
-    """Answers a PlanOffer. The vote is `signature`, over the offer's term and plan; it is published with the plan."""
+    """Answers a PlanOffer. The vote is `signature`, over the offer's term and plan, and is published with the plan."""
 
     accepted: bool
     reason: str = ""
@@ -306,8 +306,8 @@ class Renewed(_Message, frozen=True):
 
 
 class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
-    """A coordinator whose term ends transfers the leadership, and what it knows of the run, to its successor. `roster`
-    lists the living peers, for the successor's first plan."""
+    """A coordinator at the end of its term transfers the leadership, and what it knows of the run, to its successor.
+    `roster` lists the living peers, for the successor's first plan."""
 
     plan: bytes
     roster: tuple[tuple[PeerID, Advert], ...]
@@ -486,7 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed predicted from current figures, also in `sentence`; that of synchronous steps while the run makes these."""
+    """Speed predicted from current figures, for synchronous steps while the run makes these; `sentence` has it, too."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -523,7 +523,7 @@ class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
     stands_s: float = 0.0
     """Seconds since the last commit, if that is longer than a step takes; 0: the run makes progress."""
     waits_for: str = ""
-    """One sentence about what keeps the run from progress; empty: nothing is known to."""
+    """One sentence about what keeps the run from progress; empty: no cause is known."""
     risks: tuple[str, ...] = ()
     """Single points of failure, unreachable pairs, and plans that members refused, in sentences."""
     comparison: Comparison | None = None
@@ -625,7 +625,7 @@ class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """Bitmap of the microbatches that the member contributes: its sum's, and selected ones of `Progress.held_out`."""
+    """Bitmap of the member's contribution: microbatches in its sum, and those of `held_out` that the leader chose."""
 
 
 class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
@@ -984,7 +984,7 @@ class Gradient(EraMessage, frozen=True):
     """Seconds that the microbatch spent in queues since the receiver sent its activation; the receiver subtracts them
     from the round trip."""
     commit_s: float
-    """Seconds from a step's last contribution to the next version: the most of the sender's stage and later stages."""
+    """Seconds from a step's last contribution to the next version: the longest at the sender's or a later stage."""
 
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
@@ -1075,7 +1075,7 @@ class ReducedChunk(EraMessage, frozen=True):
     start: int
     size: int
     form: WireFormat
-    """The payload's format: the round's, or a lossless one."""
+    """The payload's wire format: that of the round, or a lossless one."""
 
 
 class TiedChunk(EraMessage, frozen=True):

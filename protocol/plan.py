@@ -48,7 +48,7 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     bandwidth: float
     since: int = 0
     """Sequence of the plan that gave the member this place, which it has held ever since. By this number a peer that
-    missed plans learns that it was removed meanwhile: its group went on without it, so its state may differ."""
+    missed plans learns that it was removed meanwhile: its group continued without it, so its state may differ."""
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):

@@ -47,8 +47,9 @@ from dataclasses import dataclass
 from shoal.protocol.staleness import Price
 
 BUSY_LACK = 0.1
-"""e(g) = g^3 / (g^3 + 0.1). Simulated, with six equal stages and jobs of +-30 %: g = 1, 1.1, 1.25, 1.5, 2 keep the
-slowest device busy for 88, 92.5, 95, 97.5 and 99 % of the time; this formula gives 91, 93, 95, 97 and 99."""
+"""The slowest device is busy for e(g) = g^3 / (g^3 + 0.1) of the time, with g times the microbatches that fill the
+pipeline in flight. Simulated (six equal stages, jobs of +-30 %): with g = 1, 1.1, 1.25, 1.5, 2 it is busy for 88, 92.5,
+95, 97.5 and 99 % of the time; this formula gives 91, 93, 95, 97 and 99."""
 GAIN_STEP = 0.05
 
 
@@ -70,7 +71,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return a lower bound of the fraction of the open step that has returned when a stale microbatch begins."""
+        """Return the least fraction of the uncommitted step that has returned when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
@@ -87,7 +88,7 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: a microbatch of a later step may begin while fewer than g r R microbatches are in flight."""
+    """g: a later step's microbatch may begin while fewer are in flight than g times what fills the pipeline (r R)."""
     step_s: float
     staleness_steps: float
 

@@ -51,7 +51,7 @@ ATTENTION_TARGETS: Final = ADAPTER_TARGETS[:4]
 """Matrices that can get adapters in a layer with experts: the experts' own matrices get none."""
 BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
-"""The value of `swarm.stages` that lets the coordinator choose."""
+"""The value of `swarm.stages` that lets the coordinator choose the number of stages."""
 CONTINUED_MAX = 64
 """Continuations that a spec may list: it must fit into a directory record."""
 BASE_CHARS_MAX = 120
@@ -438,8 +438,8 @@ class SwarmSpec(_Section, frozen=True):
     open: bool = False
     """Anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
-    """Number of experts that each member of a stage holds, in all of the stage's layers; more if `expert_replicas` asks
-    for it. 0: experts are not placed: every member holds whole layers with all of their experts."""
+    """Number of experts that each member of a stage holds, in all of the stage's layers; more if `expert_replicas`
+    requires more. 0: experts are not placed: every member holds whole layers with all of their experts."""
     expert_replicas: int = 2
     """Least number of members that hold each expert, if its stage has that many: nothing is lost while fewer than these
     die at a time. With 1, members hold no more than `expert_slots` if that is enough for one copy of each expert."""

@@ -9,8 +9,8 @@ Price and power depend on the compensation (`training.compensation`). s is the m
 the stages, as in commit reports.
 
 The price of `eager` also depends on what a peer has *seen* when a stale microbatch begins: the fraction of the peer's
-gradients of the open step that have returned. With none seen, the price is that of `pipeoptim`; the price in between is
-interpolated.
+gradients of the uncommitted step that have returned. With none seen, the price is that of `pipeoptim`; the price in
+between is interpolated.
 
 A run that is stale from the first step pays most of the price in its first few steps. So a run begins synchronously
 (`synchronous_steps`), and the prices hold for the later steps. Muon needs no synchronous steps.
@@ -33,14 +33,14 @@ class Price:
     half_powers: int = 2
     """Twice the power, > 0, a whole number: products and square roots have the same digits on all machines."""
     unseen: "Price | None" = None
-    """The price if a stale microbatch's weights include nothing of the open step; None: it is the same price."""
+    """The price if a stale microbatch's weights include nothing of the uncommitted step; None: the same price."""
 
     def more_steps(self, staleness_steps: float, *, seen: float = 1.0) -> float:
         """Return the factor, >= 1, by which staleness raises the number of steps to a loss.
 
         Args:
             staleness_steps: mean, >= 0.
-            seen: fraction of the open step that a stale microbatch's weights include, in [0, 1].
+            seen: fraction of the uncommitted step that a stale microbatch's weights include, in [0, 1].
         """
         steps = 1.0 + self.at_one * raised(staleness_steps, self.half_powers)
         if self.unseen is None:
@@ -70,7 +70,7 @@ _LIKE: Final = MappingProxyType(
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
-"""NAdam's powers of `pipeoptim` and `eager` were measured with earlier initial weights; other powers are guesses."""
+"""Muon's prices, and NAdam's powers of all but `none`, are from earlier initial weights; other powers are guesses."""
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:

@@ -21,7 +21,7 @@ class Timer:
         self._at_s = math.inf
         self._handle: asyncio.TimerHandle | None = None
         self._armed_for_s = math.inf
-        """When the loop's timer handle fires. Setting a later time does not change the handle; it fires, and is armed
+        """When the loop's timer handle fires. A later time leaves the handle as it is: when it fires, it is armed
         again."""
 
     def set(self, at_s: float) -> None:

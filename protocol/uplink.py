@@ -27,22 +27,22 @@ from dataclasses import dataclass, field
 from typing import Final
 
 QUEUE_S: Final = 0.1
-"""Bytes queued before the line, in seconds of its rate: the queue is looked at five times in this time, and the time is
-short against a heartbeat's interval."""
+"""Bytes to keep queued before the line, in seconds of its rate: long enough for five looks at the queue, and short
+against a heartbeat's interval."""
 WINDOW_BYTES_MIN: Final = 16 * 1024
 """Least window, about ten packets: TCP begins with as many, and detects a loss by three later packets."""
 WINDOW_BYTES_FIRST: Final = 64 * 1024
-"""First window: 0.1 s at 5 Mbit/s; it grows tenfold within some samples."""
+"""First window: 0.1 s at 5 Mbit/s. The window can grow tenfold within some samples."""
 _PATH_GAIN: Final = 1.5
 _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
 """The line's rate is the maximum of this many samples. With fewer, TCP's recovery from a loss would lower the rate."""
 _NUM_PATH_SAMPLES: Final = 20
-"""A connection's rate is the maximum of this many samples. It is often slow because others share the line; more samples
-remember its rate when alone for longer, so that the next burst need not find that rate again."""
+"""A connection's rate is the maximum of this many samples. The connection is often slow because others share the line.
+With many samples the rate that it had alone is remembered until the next burst."""
 _UNSEEN_S: Final = 0.5
-"""Written bytes that the kernel does not show count for one to two times this time; then they are taken to wait in the
-daemon, or to have used another path."""
+"""Bytes that we have written, and the kernel does not show, count as queued for one to two times this time. After that
+they are taken to wait in the daemon, or to have used another path."""
 _PAUSE_S: Final = 0.5
 """A pause between two looks that is longer than this starts a new sample."""
 
@@ -106,7 +106,8 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return how many of a connection's queued bytes count for the line at most: its window without the minimum."""
+        """Return how many of a connection's queued bytes count for the line at most: rate x (round trip +
+        `QUEUE_S`)."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 

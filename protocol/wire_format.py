@@ -14,7 +14,7 @@ class Formats(NamedTuple):
     """The tensor formats that a plan of K stages chooses."""
 
     activations: tuple[WireFormat, ...]
-    """[K - 1], format of activations from each stage to the next; it determines their gradients' (`backward_of`)."""
+    """[K - 1], format of activations from each stage to the next; the gradients' format follows (`backward_of`)."""
     sums: tuple[WireFormat, ...]
     """[K], format of parameter gradients in each stage's reduction."""
 

@@ -33,8 +33,8 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
     """Add to `placement` some devices that it leaves out, and second holders for stages that one machine holds alone.
 
     Left-out devices are tried fastest first. Each is tried in the stages with a sole holder first, then in those that
-    compute longest. It joins a stage only if the step, failures of sole holders included, gets no longer. Then a device
-    of another stage may join a stage with a sole holder, or change places with that holder, if the step gets shorter.
+    compute longest. It joins a stage only if the step, plus the cost of failures of sole holders, gets no longer. Then
+    a device of another stage may join a stage with a sole holder, or swap with that holder, if this shortens the step.
     """
     topology, workload = throughput.topology, throughput.workload
 

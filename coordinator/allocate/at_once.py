@@ -1,7 +1,7 @@
 """Makes a layout by rule within a second and without compiled code, for use while the search is not ready. Pure.
 
-The model is cut for the fewest devices that can hold it. Each other device is then added, the fastest first, where the
-step gets shortest by the throughput objective: to a stage, as a stage of its own, or not at all.
+The model is divided among the fewest devices that can hold it. Each other device, the fastest first, then joins a
+stage, becomes a stage of its own, or is left out, whichever gives the shortest step by the throughput objective.
 `deploy/planning/left_out.py` tries the same places (`joins`) to say what would make an unplaced device useful."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -27,10 +27,10 @@ from shoal.coordinator.cost.compiled import below, inner, kernel
 ORDER_EXACT_MAX = 13
 """The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 at 13."""
 _PROBES = 128
-"""An annealing first tries this many changes without keeping any: their mean size sets its temperature."""
+"""Annealing first tries this many changes and undoes each: their mean effect on the cost sets the first temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
-"""The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce (dp, in seconds) of a member, and the
-sum of the members' squares. For the boundary to the next stage: the longest hop, and the root mean square hop."""
+"""The rows of `totals`, float64 [4, K]. For each stage: the longest all-reduce time of a member (dp, seconds), and the
+sum of squares of these times. For the boundary to the next stage: the longest hop, and the root mean square."""
 
 
 # --- exact matching and order ---
@@ -261,7 +261,8 @@ def total_edges(x, hop, totals, first, last):
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return the objective of a layout, mixed with its smooth version. Args: smooth: that version's weight, 0 to 1."""
+    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of its variant with root mean squares, not
+    maxima."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):
@@ -312,7 +313,7 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         x: a layout of at least two stages.
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts no loss.
+        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts nothing worse.
         smooth: the weight of the smooth objective at the beginning, in [0, 1].
     Returns: the work done; about 150 million units take a second."""
     K, R = x.shape

@@ -31,7 +31,7 @@ NO_PATH_S = 1e9
 """The seconds of a hop where there is no path. Unlike infinity, it can be subtracted from a sum again."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
-"""The first temperature, divided by a trial's mean change of the objective: 0.2 to 0.35 are alike, 1 is 1 % worse."""
+"""First temperature / mean change of the objective in a trial. 0.2 to 0.35 do equally well, 1 does 1 % worse."""
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
@@ -55,7 +55,7 @@ def _both_ways(topology: Topology, size_bytes: float) -> Floats:
 
 
 class DtfmObjective:
-    """Implements `placement.Objective`. `Cost.parts` has `dp_s` (dp) and `pp_s` (2 pp); their sum is `seconds`."""
+    """Implements `placement.Objective`. `Cost.parts`: `dp_s` for all-reduces in stages, `pp_s` for hops both ways."""
 
     def __init__(self, topology: Topology, workload: WorkloadEntry) -> None:
         from shoal.coordinator.allocate import dtfm_kernels  # numba takes a second to import

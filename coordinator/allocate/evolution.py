@@ -15,7 +15,7 @@ import numpy as np
 from shoal.coordinator.allocate.throughput_search import HOMELESS, Assignment, Improved, ThroughputEvaluator
 
 WORK_PER_SECOND = 100_000_000
-"""The units of work in a budget of one second. Kernels do more on one core (MEASURED.md), so a search takes less."""
+"""The units of work in a budget of one second. One core does more per second (MEASURED.md), so a search ends sooner."""
 POPULATION = 8
 """The number of individuals. Fewer lack alternatives; with more, each gets too little of a one-second search."""
 

@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """The stayers' total FLOP/s divided by the stage's cost; the stage with the least limits the pipeline."""
+        """FLOP/s of the holders that stay / the stage's cost; the stage with the least limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -140,7 +140,7 @@ def _why_empty(slot: Slot, peers: Sequence[MeasuredPeer]) -> str:
 def _slot(
     snapshot: SwarmSnapshot, num_stages: int, index: int, first: int, last: int, holders: list[MeasuredPeer]
 ) -> Slot:
-    """Make one slot. Its memory need assumes equally many peers in each stage."""
+    """Make one slot. Its need of memory is computed as if all stages had equally many peers."""
     members = max(1, len(snapshot.peers) // num_stages)
     w = snapshot.workload
     needed_bytes = w.resident_bytes(first, last, members=members) if w is not None else 0.0
@@ -172,8 +172,8 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
 
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
-    """Return the holders of a stage with enough memory for the stage. Return all holders if only draining ones of these
-    have the stage's state, or if the run places experts: the memory that a member needs is not known then."""
+    """Return the holders of a stage that have enough memory for it. Return all holders if none of these has the stage's
+    state without draining, or if the run places experts: a member's need of memory is not known then."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -207,8 +207,8 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """Return the stage of `fitting` with the least headroom. A home of the peer (a stage where it starts sooner) is
-    taken instead, if the home's headroom is at most what the chosen stage's would be with `peer`."""
+    """Return the stage of `fitting` with the least headroom (FLOP/s / cost). A home of `peer` (a stage where it starts
+    sooner) is taken instead, if the home's headroom is at most that of the poorest stage with `peer` added."""
     poorest = min(fitting, key=lambda slot: (slot.headroom, slot.index))
     bound = poorest.headroom + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.headroom <= bound]
@@ -216,8 +216,9 @@ def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) 
 
 
 def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
-    """Give each stage without stayers a member of the richest stage that can spare one. If no other peer has the text,
-    stage 0 may take the only holder of another stage, which is then rescued in turn."""
+    """If all members of a stage leave, it gets a member of the richest stage (most speed for its cost) that can spare
+    one. If no other peer has the text, stage 0 may take the only holder of another stage, which is then rescued in
+    turn."""
     enough = sum(len(slot.stayers) for slot in slots) >= len(slots)
     moved: list[tuple[PeerID, int]] = []
     for slot in slots:
@@ -239,7 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return what a stage loses if `peer` moves: 3: its last holder, 2: its last state, 1: its leader, 0: nothing."""
+    """Return what a stage loses if `peer` moves: 3: its last member, 2: its only state, 1: its leader, 0: nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -249,7 +250,7 @@ def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
 
 
 def _release(slots: Sequence[Slot]) -> None:
-    """Remove the draining peers of a stage if a stayer holds its state; otherwise keep one of the draining peers."""
+    """Remove a stage's draining peers if another member has the stage's state; otherwise keep one of these peers."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
         if any(peer.synced_stage == slot.index for peer in slot.stayers):
@@ -298,7 +299,7 @@ def first_reason(num_peers: int, num_stages: int) -> str:
 
 
 def _lot(seed: int, peer: PeerID) -> bytes:
-    """Return a random key by `seed`, which orders equally fast peers."""
+    """Return a sort key for `peer`, random by `seed`, that orders equally fast peers."""
     return blake3(f"{seed}/{peer}".encode()).digest(length=8)
 
 

@@ -149,7 +149,7 @@ class Layout:
 
 
 def places_of(layout: Layout | Plan) -> Places:
-    """Return the layers and members of each stage, without shares; if two layouts give equal results, no peer moves."""
+    """Return the layers and members of each stage, without shares: if two layouts give the same, no peer moves."""
     return tuple((stage.first_layer, stage.last_layer, stage.peers) for stage in layout.stages), layout.spares
 
 

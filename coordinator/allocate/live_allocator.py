@@ -1,8 +1,8 @@
 """The live coordinator's allocator: it repairs at once, then searches in the background. Pure.
 
 The greedy rules (`greedy.py`) answer a change within milliseconds: spares replace lost peers, no other peer moves, and
-shares follow the throughput objective. A newcomer is a spare at first: its links are unknown, and its download of the
-state takes bandwidth of the holders from the step. Only a stage that lost a member or has a sole holder takes a
+shares follow the throughput objective. A newcomer is a spare at first: its links are unknown, and a download of the
+state takes bandwidth that the holders need for steps. Only a stage that lost a member or has a sole holder takes a
 newcomer at once, and only if the step gets no longer. A search (`planner.py`) then looks for better layouts, with the
 same and with other boundaries. The layout with the highest J (`objective.py`) is taken, if its J exceeds that of the
 live layout. Three rules of the search are about safety:
@@ -47,7 +47,7 @@ STAY = 0.5
 HOLDERS_MIN = 2
 """A search that keeps the boundaries leaves at least this number of holders in a stage that now has as many or more."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a stage for which it has the state, if the step is at most this many times the shortest one."""
+"""A newcomer goes to a stage for which it has the state if the step is then at most this many times the shortest."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
@@ -376,7 +376,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of `found` into `slots`. Holders that stay, or that the search left out, come first."""
+    """Put the devices of `found` into `slots`. Holders that stay, or were not in the search, come first."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]

@@ -21,7 +21,7 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
-"""The most reports in the running average of logarithms: a later one gets weight 1/16. Noise of 10 % leaves 1 %."""
+"""The most reports in the average: a later one gets weight 1/16. Reports off by +-10 % leave it off by 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
 """The last report replaces the average after this many reports in a row that are off by more than the factor `ODD`."""
@@ -43,7 +43,7 @@ LEAST_VARIANCE = 0.05**2
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""The variance of a probe is a mean: of log(measured / claimed speed)^2 of each device and, this many times, `WIDE`."""
+"""A probe's variance is the mean of log(measured / claimed speed)^2 over the devices and this many more with `WIDE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12

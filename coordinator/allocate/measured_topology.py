@@ -44,9 +44,9 @@ SAME_MACHINE_S = 0.001
 CARD_MAX = 16.0
 """A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
-"""The weight with which links predict each other falls by the factor e for each such latency between their ends."""
+"""The weight with which links predict each other falls by the factor e per `NEAR_S` of latency between the ends."""
 LIMITED = 0.75
-"""A bottleneck lies between two places if more than this part of the links between them are slower than both ends."""
+"""Two places have a bottleneck between them if more than this part of their links are slower than both ends' lines."""
 _POWER = 4.0
 """The exponent of the power mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4

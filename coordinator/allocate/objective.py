@@ -44,7 +44,7 @@ AGREED_S = 5.0
 boundaries to its first step (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer that fetches layers before a change must also receive each step's gradient of the layers that it has. It can
-keep as many layers up to date as have gradients that travel within this part of a step (`peer/MEASURED.md`)."""
+keep only so many layers up to date that their gradients travel within this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
 """The least part of a busy line that state fetched ahead gets: a holder waits for a quiet moment to send, but at most
 four times as long as the transfer takes (`peer/handoff/server.py`). So steps limited by their lines are estimated to be
@@ -65,13 +65,13 @@ class Change:
     gain: float
     """The estimated gain in tokens/s: 0.1 is 10 % more."""
     trust: float
-    """kappa in [0, 1], the factor on the logarithm of a promised gain."""
+    """kappa in [0, 1], the factor on the logarithm of a predicted gain, since such predictions tend to be too high."""
     loss: float = 0.0
-    """The time that failures of sole holders cost in the new layout, divided by the time of work."""
+    """The time that failures of sole holders of a stage cost in the new layout, divided by the time of work."""
     loss_before: float = 0.0
-    """The time that failures of sole holders cost in the live layout, divided by the time of work."""
+    """The time that failures of sole holders of a stage cost in the live layout, divided by the time of work."""
     drain_s: float
-    """Seconds of draining and filling: a round trip and a commit in each layout, without load, plus `AGREED_S`."""
+    """Seconds to drain and refill the pipeline: a round trip and commit of each layout, unloaded, plus `AGREED_S`."""
     stop_and_copy_s: float
     """Seconds in which all state travels while the run stands still; inf: a standstill is not considered."""
     precopy_s: float
@@ -95,7 +95,7 @@ class Change:
         return self.stop_and_copy_s <= self.residual_s + (1.0 - self.meanwhile / (1.0 + self.believed)) * precopy_s
 
     def work_s(self, horizon_s: float) -> float:
-        """Return J, the work expected within `horizon_s`."""
+        """Return J, the work expected within `horizon_s`, in seconds of the live layout's work."""
         rate, copies_s = 1.0 + self.believed, min(self.precopy_s, horizon_s)
         halted = rate * max(0.0, horizon_s - self.drain_s - self.stop_and_copy_s)
         ahead = self.meanwhile * copies_s + rate * max(0.0, horizon_s - copies_s - self.drain_s - self.residual_s)
@@ -248,7 +248,7 @@ class SoleHolders:
 
 
 def trust_in(*, spread: float, error: float, variance: float) -> float:
-    """Return kappa of the module's formula. Args: spread: d; error: tau; variance: v."""
+    """Return kappa, the factor on a gain's logarithm (module's formula). Args: spread: d; error: tau; variance: v."""
     return spread**2 / (spread**2 + error**2 + variance)
 
 
@@ -362,7 +362,7 @@ def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> 
 
 
 def _busy(objective: ThroughputObjective, current: Placement, *, step_s: float) -> float:
-    """Return the share of a step in which the busiest device sends, if it sends over one path after the other."""
+    """Return the share of a step in which the busiest device sends, if it sends over its paths one by one."""
     topology = objective.topology
     members = np.array([device for stage in current.stages for device in stage])
     if len(members) < 2:

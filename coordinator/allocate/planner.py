@@ -37,9 +37,9 @@ _FINALISTS = 2
 _RANKED = 4
 """This many of the best placements of a search are compared by the predicted step."""
 UNITS = 128
-"""The number of units at the coarsest level, few enough for a good result within a second."""
+"""The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
-"""The last level has single devices if there are at most this many: a move among n members of a stage costs n^2."""
+"""The last level has single devices if there are at most this many: a move costs n^2 in a stage of n members."""
 
 
 def default_work(num_devices: int) -> int:
@@ -103,8 +103,8 @@ class _Found:
     cost: Cost
     """The cost without that of moving state. A placement found on units may be impossible on single devices (inf)."""
     foreseen_s: float
-    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. They compare
-    numbers of stages; the search itself minimises another figure, T of `cost/pipeline.py`."""
+    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. This figure
+    compares numbers of stages; the search with one number minimises another, T of `cost/pipeline.py`."""
 
 
 @dataclass(kw_only=True, eq=False)

@@ -208,7 +208,8 @@ def _burden(S, k):
 
 @inner
 def _must_stay(S, home, stayers, d):
-    """True if unit d is in its stage of the current plan, and the stage must keep all units of which that is true."""
+    """True if unit d is still in its stage of the current plan (`home`), and that stage has no more of its holders left
+    than it must keep (`stayers`)."""
     k = S.stage[d]
     if k < 0 or home[d] != k:
         return False
@@ -259,8 +260,8 @@ def _propose(P, S, home, stayers, random):
 @kernel
 def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
     """Search locally from the placement in best_stage and best_bounds until `limit` units of work are spent, and write
-    the best placement found there. A worse placement is accepted if the loss is below a threshold times a draw from
-    [0, 1); the threshold falls to 0 as work is spent.
+    the best placement found there. A placement is also accepted if it is worse by less than a threshold times a draw
+    from [0, 1). The threshold falls to 0 as work is spent.
 
     Args:
         S, B: the state of the search, and a second one for undoing a move.

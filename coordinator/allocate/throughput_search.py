@@ -80,7 +80,7 @@ class ThroughputEvaluator:
         self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
         """The devices, the best connected first: by the rate of the card or of the median path, whichever is lower."""
         self.draws = 16
-        """A random start is the cheapest of this many drawn ones; only that one is improved."""
+        """The number of random starts that are priced; only the cheapest of them is improved."""
         self.share = 20_000 * topology.num_devices
         """The useful work for one call of `improve`: about what it needs to reach a good local minimum."""
 
@@ -118,8 +118,8 @@ class ThroughputEvaluator:
 
     def repair(self, assignment: Assignment, *, seed: int) -> Assignment:
         """Return a feasible copy of `assignment`. Devices that left a stage go back if the stage must keep more of its
-        holders. Devices without a stage go to the slowest. An empty stage gets an unused device, or the slowest device
-        of the fastest stage."""
+        holders. Devices without a stage go to the slowest stage. An empty stage gets an unused device, or the slowest
+        device of the fastest stage."""
         fixed = assignment.copy()
         feeds, speed = self.topology.may_feed, self.topology.flop_per_s
         fixed[(fixed == 0) & ~feeds] = HOMELESS

@@ -1,6 +1,6 @@
 """Estimates the error of the objective in this run, for each number of stages. Pure.
 
-The objective does not know everything that costs time: cores shared by peers of one machine, a busy router, a hot card.
+The objective does not know everything that costs time: cores shared by peers of one machine, a busy router, a hot GPU.
 A measurement with one number of stages is partial evidence for other numbers. For layouts with K stages, let y(K) be
 log(measured / predicted tokens/s). With
 

@@ -44,7 +44,7 @@ def formats_of(
         )
 
     def step_s(wide: frozenset[int]) -> float:
-        """Return the seconds of a step: the prediction, or the simpler estimate T that layout searches use if it is
+        """Return the seconds of a step: the prediction or the simpler estimate T of layout searches, whichever is
         shorter. If the pipeline's control lets little run ahead, the prediction exceeds T, with narrow formats even
         more. No run has confirmed that excess."""
         nonlocal tries

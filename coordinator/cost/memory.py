@@ -131,7 +131,7 @@ class StageMemory:
 
 
 def resident_terms(spec: RunSpec) -> ResidentTerms:
-    """Return the memory terms of a run: those with the larger total if each peer chooses its compute format."""
+    """Return the memory terms of a run; if each peer chooses its compute format, those with the larger total."""
     training = spec.training
     s_max, recompute = training.s_max, training.recomputes and not spec.recomputes_by_layer
     state = FP32 * (1.0 + _moments(spec))

@@ -198,7 +198,8 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute how fast stage k's members reach neighbouring stages, and their parts of its reduction. Returns: work."""
+    """Compute the rates of stage k's members to their neighbours, and their parts of its reduction. Returns: work
+    done."""
     K = len(S.count)
     work = 0
     for a in range(S.count[k]):
@@ -228,7 +229,7 @@ def scan_paths(P, S, k):
 
 
 def _scan_mates(P, S, k):
-    """Compute each member's part of stage k's reduction, and its cost for each byte of the gradient. Returns: work."""
+    """Compute each member's part of stage k's reduction, and its cost per gradient byte. Returns: the work done."""
     n = S.count[k]
     whole = 0.0
     for a in range(n):
@@ -272,7 +273,7 @@ def _scan_mates(P, S, k):
 
 
 def _scan_tied(P, S):
-    """Compute the traffic for a tied model's shared matrix at members of the first and last stage. Returns: work."""
+    """Compute the traffic for a tied model's shared matrix at members of both end stages. Returns: the work done."""
     K = len(S.count)
     # Each end sends the matrix in the format of its own reduction; the larger format makes the slower direction.
     tied_bytes = max(S.sum_bytes[0], S.sum_bytes[K - 1]) * P.costs[TIED_PARAMETERS]
@@ -368,7 +369,7 @@ def saturate(P, S, k, first, last):
 
 
 def _time_stage(P, S, k):
-    """Compute the times of stage k that do not depend on other stages. Returns: work."""
+    """Compute the times of stage k that do not depend on other stages. Returns: the work done."""
     first, last = S.bounds[k], S.bounds[k + 1]
     S.times[SECONDS, k] = saturate(P, S, k, first, last)
     job = _job(P, first, last)
@@ -403,7 +404,7 @@ def _hop_s(P, cut_bytes, d, e):
 
 
 def _pair(P, S, k):
-    """Compute the flow and the mean hop between stages k and k + 1. Returns: work."""
+    """Compute the flow and the mean hop between stages k and k + 1. Returns: the work done."""
     n, m = S.count[k], S.count[k + 1]
     size = S.cut_size[k]
     supply = np.empty(n)
@@ -495,7 +496,7 @@ def fill(supply, demand, path):
 
 
 def evaluate(P, S, work):
-    """Compute all dirty values. Returns: (cost with that of moving state, the figure that local search minimises).
+    """Compute all dirty values. Returns: (cost, with the cost of moving state; the figure that local search minimises).
     Args: work: int64 [1], to which the work done is added."""
     K = len(S.count)
     for k in range(K):
@@ -576,7 +577,7 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain. Args: tail_s: seconds of the last microbatch's round trip and commit; ahead: the steps ahead."""
+    """Return T_chain (s a step). Args: tail_s: round trip and commit of the last microbatch; ahead: the steps ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 

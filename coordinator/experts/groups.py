@@ -37,7 +37,7 @@ class ExpertPlaces:
         num_experts: the number of experts of each layer.
         slots: the number of experts that a member of a stage holds; 0: experts are not placed.
         min_replicas: the least number of holders of each expert, at most all members of the stage. Members hold more
-            than `slots` experts if this takes it.
+            than `slots` experts if this is necessary.
         records: the failure records of the peers.
     """
 

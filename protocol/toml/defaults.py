@@ -43,7 +43,7 @@ _ADAPTING: Final = 10 / 15
 """The rate for training adapters, as a share of the rate from scratch: ten times `_TUNING`, so 2e-4 as in QLoRA 7B
 (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""The largest factor by which the rate of a short run is raised, reached at a 1,500th of 20 N tokens."""
+"""The largest factor by which the rate of a short run is raised, reached at a 1,500th of the optimal tokens (20 N)."""
 STAGES_FED: Final = 3
 """The number of stages for which a step is cut into microbatches if a run leaves the number of stages open. A swarm
 with more stages still works: at two microbatches a stage, six stages are busy."""
