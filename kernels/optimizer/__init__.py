@@ -22,7 +22,7 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """One optimizer: the functions `{name}_step`, `{name}_predict` ... of the module `rules`, or their Triton twins.
-    The `settings` of its methods are the fields of `Hyperparameters`."""
+    The `settings` of the methods are the fields of `Hyperparameters`."""
 
     name: str
     rules: ModuleType

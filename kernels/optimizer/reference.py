@@ -211,7 +211,7 @@ def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Te
 
 
 def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
-    """Return (the weights after their decay alone, the distances that decayed and undecayed weights move)."""
+    """Return (the weights after weight decay alone, the distances that weights with and without decay move)."""
     kept, decayed, plain = ways(hyper, gains)
     return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 

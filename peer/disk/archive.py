@@ -58,7 +58,8 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: if two ran, the one that lists the disk first might store its older list last."""
+        """Allows one write at a time: of two, the first to list the disk might be the last to store its list, then
+        outdated."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -71,7 +72,8 @@ class Archive:
         """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version): the newest era that this or an earlier process has seen under way, and its version then."""
+        """(era, version): the newest era that this or an earlier process has noted as under way, and the version noted
+        with it."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
@@ -104,7 +106,8 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if every member signs its group's layers at this version, because snapshots of it are written."""
+        """True if snapshots of this version are written, so that every member signs its group's layers at this
+        version."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -163,7 +166,8 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """Record that we leave at `version`, which is saved, and that the run has gone no further as far as we know."""
+        """Record that this peer leaves at `version`, which is saved, and that it knows of no later version of the
+        run."""
         if self.keeps:
             self._noted = (era, version)
             await self._run_blocking(self._note_saved)
@@ -257,7 +261,8 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of those stored before. If it fails, they are fetched again."""
+        """Store `layers`, float32 on the host, in place of layers stored before. If that fails, we later fetch them
+        again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)

@@ -19,11 +19,11 @@ from shoal.protocol.wire_format import WireFormat
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTRIBUTION_MAX: Final = 2.0**40
-"""Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of 2^48 squares of it, so
-no member can make a mean that optimizers reject."""
+"""Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of 2^48 such numbers
+squared, so no member can make a mean that optimizers reject."""
 REDUCED_MAX: Final = 2.0**44
-"""Largest number accepted in a reduced gradient. Valid contributions give at most a quarter of it, for a tied matrix (a
-rounded sum of two gradients)."""
+"""Largest number accepted in a reduced gradient. Valid contributions never give more than a quarter of this limit, even
+in a tied matrix (a rounded sum of two gradients)."""
 
 
 class Vectors:

@@ -100,7 +100,8 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` that a run of a microbatch has ended. Return True if it has counted the microbatch."""
+        """Report to `holder` that a run of a microbatch has ended. Return True if the holder has counted the
+        microbatch."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))
@@ -121,7 +122,7 @@ class Asking:
         return False
 
     def give_up(self, peer: PeerID) -> None:
-        """Stop waiting for the answers of a peer that is lost or has lost its experts."""
+        """Stop waiting for the answers of a peer that is lost or no longer holds its experts."""
         for asked in self._asked.values():
             if asked.holder == peer:
                 asked.give_up()

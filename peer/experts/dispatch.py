@@ -51,7 +51,8 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation (grows at each restart) of its place in the PresenceUpdate, ready or not."""
+        """Holder -> expert, ready or not -> incarnation (number that grows at each restart), by the holder's
+        PresenceUpdate."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
@@ -138,7 +139,7 @@ class ExpertDispatch:
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
     def abandon(self, passage: Passage) -> None:
-        """Drop a run of a microbatch, because nobody needs its result any more."""
+        """Drop a run of a microbatch, because no peer needs the result any more."""
         for expert, part in passage.parts.items():
             self._release(expert, part)
 

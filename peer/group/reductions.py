@@ -43,7 +43,8 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> encoded pieces of its reduced gradient, if its round sent few bits: an eighth of the bytes."""
+        """Step -> encoded pieces of its reduced gradient, if the round used few bits: they have an eighth of the
+        bytes."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -58,7 +59,8 @@ class Reductions:
         return self._rounds.get(step)
 
     def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor | None], EarlyPieces]:
-        """Take part in a round. Return (reduction, a function that makes our own sum, early pieces)."""
+        """Take part in a round. Return (our side of it, a function that makes our own sum, the pieces that came too
+        early)."""
         core, runtime = self._core, self._runtime
         self._forget_means(core.version, last=core.are_past(core.version - 1))
         mine = next(member.indices for member in start.members if member.peer == core.me)
@@ -232,9 +234,10 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""Seconds in which a learner that went away must be back, with weights loaded and its layers at the group's version."""
+"""Seconds after it has left in which a learner must be back, with weights loaded and its layers at the group's
+version."""
 STEPS_MAX: Final = 4
-"""Gradients of this many steps at most are kept for absent learners (in float32), as for the next layout's peers."""
+"""For absent learners the gradients (float32) of at most this many steps are kept, as for the next layout's peers."""
 
 
 class AbsentLight:

@@ -57,8 +57,9 @@ class _Source:
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long that its holder had dropped the gradients for replaying the steps since. If that
-    happens twice in a row, no further layer is fetched: it would only take bandwidth from training."""
+    """The last layer took so long that its holder had dropped the gradients of the steps made meanwhile, which we have
+    to replay. If that happens twice in a row, no further layer is fetched: it would only take bandwidth from
+    training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None

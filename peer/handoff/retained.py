@@ -12,8 +12,9 @@ from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
-"""Number of the latest steps to keep, however large. Three steps' gradients are as large as the state, so a peer that
-lacks more fetches the state; a fourth step may end while the first one's gradient is being sent."""
+"""The gradients of this many latest steps are kept, however large they are. Three steps' gradients are as large as the
+state, so a peer that lacks more steps fetches the state; a fourth step may end while the first one's gradient is being
+sent."""
 
 
 class GradientLog:

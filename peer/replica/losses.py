@@ -14,14 +14,14 @@ STALL_STEPS = 2.0
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
-"""Wait before the first request after a member has died: its last contributions may be unreported. The wait is short
-because a request costs one call: stage 0 does not run again what has not come back to it yet."""
+"""Seconds from a member's death to the first repair request: its last contributions may be unreported. The time is
+short because a request costs one call: stage 0 does not run again what has not come back to it yet."""
 STALL_S_BEGINNING = 3.0
-"""Wait before the first request when a generation (the training since a restore point) begins, or we enter it. The
-first microbatches have yet to pass all stages, and members report contributions up to a second late
+"""Seconds until the first repair request when a generation (the training since a restore point) begins, or we enter it.
+The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum wait before a request at stage 0, which would run again everything that is in the pipeline."""
+"""Minimum seconds until the group of stage 0 requests a repair: it would run again all that is in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,9 +36,11 @@ class Losses:
 
     microbatches: int
     is_first: bool = False
-    """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
+    """Our stage is stage 0, which would run missing microbatches again although most of them are still in the
+    pipeline."""
     begins_at: int = 0
-    """First version since the restore point. Stage 0's leader makes all grants of that step: it knows all losses."""
+    """First version after the restore point. Stage 0's leader makes all grants of its step, so it knows all losses in
+    it."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST

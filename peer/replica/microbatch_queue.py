@@ -70,8 +70,8 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """Seconds that a halt (no step begins) lasts unless the leaving member renews it; at most `HALTED_S_MAX` in all."""
 _STILL_STEPS = 2.0
-"""The run counts as standing still after this many step times without a step: then even repairs beyond the asker's
-share are admitted, since the work may really be lost."""
+"""After this many step times without a step the run counts as standing still: then even repairs beyond the share of the
+peer that asks are admitted, since the work may really be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member that is quicker than the plan assumes computes up to this multiple of its share, so that the step does not
@@ -93,8 +93,8 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A leaving member's request that no step begins. The record is kept after the halt ends, until that member has
-    been away."""
+    """A leaving member's request that no step begins. The record outlives the halt, until the member has been away, so
+    that it cannot ask for more time."""
 
     ends_s: float
     """The latest time at which the halt ends, with all renewals."""
@@ -125,16 +125,15 @@ class MicrobatchQueue:
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Member -> time at which it last contributed a microbatch that we had granted to it."""
     _flows_s: float | None = field(init=False, default=None)
-    """The time at which the first microbatch that we had granted was contributed. Before, stages may have waited for
-    their state."""
+    """The time at which the first of the microbatches that we granted was contributed. Before that, stages may have
+    waited for their state, so members are not blamed for the time."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> time from which the repairs that it asked for no longer exceed their share of all work
-    (`REPAIRED_SHARE`)."""
+    """Peer -> time until which the repairs that it asked for use up its share of all work (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)

@@ -60,7 +60,8 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, and its computation here. Args: upwards: our membership in the group of its holders.
+    """One expert of a stage, and its computation here. Args: upwards: our membership in the group of the expert's
+    holders.
 
     `version` changes only on the event loop's thread."""
 
