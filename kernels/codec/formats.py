@@ -50,7 +50,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "hadamard4": Format(4, is_rotated=True),
     "hadamard3": Format(3, is_rotated=True),
 }
-"""Name in a run file -> format. Including scales, the formats in this order take 8.25, 6.25, 5.25, 4.25 and 3.25 bits a
+"""Name in a run file -> format. Scales included, they take (in this order) 8.25, 6.25, 5.25, 4.25 and 3.25 bits a
 number."""
 
 

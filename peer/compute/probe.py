@@ -21,8 +21,7 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
 _QUICK_S = 0.05
-"""A transfer of fewer seconds says nothing about the rate: clocks, wake-ups and the answer's way back take about as
-long."""
+"""A transfer of fewer seconds gives no usable rate: clocks, wake-ups and the answer's way back take about as long."""
 _ROUND_TRIPS_MIN = 1.5
 """A transfer that takes fewer round trips than this may measure TCP's slow start, in which half of all data arrives in
 the last round trip, instead of the link."""

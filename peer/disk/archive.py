@@ -58,8 +58,7 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two, the first to list the disk might be the last to store its list, then
-        outdated."""
+        """Allows one write at a time: of two, the one that lists the disk first might store its outdated list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -72,8 +71,8 @@ class Archive:
         """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version): the newest era that this or an earlier process has noted as under way, and the version noted
-        with it."""
+        """(era, version): the newest era that this peer has noted as under way, and the version that it noted with
+        it."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
@@ -106,8 +105,7 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if snapshots of this version are written, so that every member signs its group's layers at this
-        version."""
+        """True if snapshots of this version are written, and so every member signs its group's layers at it."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -166,8 +164,7 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """Record that this peer leaves at `version`, which is saved, and that it knows of no later version of the
-        run."""
+        """Record that we leave at `version`, which is saved, and that we know of no later version of the run."""
         if self.keeps:
             self._noted = (era, version)
             await self._run_blocking(self._note_saved)
@@ -261,7 +258,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of layers stored before. If that fails, we later fetch them
+        """Store `layers`, float32 on the host, in place of earlier stored ones. If that fails, the layers are fetched
         again."""
 
         def write() -> None:
@@ -364,7 +361,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete snapshots of layer groups that the last ten snapshots up to `age` lack; `thin` removes older eras."""
+        """Delete snapshots of layer groups that are in none of the last ten snapshots up to `age`; `thin` removes older
+        eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:

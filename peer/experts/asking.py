@@ -100,8 +100,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` that a run of a microbatch has ended. Return True if the holder has counted the
-        microbatch."""
+        """Report to `holder` the end of a run of a microbatch. Return True if the holder has counted the microbatch."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))

@@ -51,8 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert, ready or not -> incarnation (number that grows at each restart), by the holder's
-        PresenceUpdate."""
+        """Holder -> expert (ready or not) -> incarnation (grows at each restart), by the holder's PresenceUpdate."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:

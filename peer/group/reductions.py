@@ -43,8 +43,7 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> encoded pieces of its reduced gradient, if the round used few bits: they have an eighth of the
-        bytes."""
+        """Step -> encoded pieces of its reduced gradient, if the round used few bits: an eighth of fp32's bytes."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -59,8 +58,7 @@ class Reductions:
         return self._rounds.get(step)
 
     def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor | None], EarlyPieces]:
-        """Take part in a round. Return (our side of it, a function that makes our own sum, the pieces that came too
-        early)."""
+        """Take part in a round. Return (our side of it, a function that makes our own sum, pieces that came early)."""
         core, runtime = self._core, self._runtime
         self._forget_means(core.version, last=core.are_past(core.version - 1))
         mine = next(member.indices for member in start.members if member.peer == core.me)
@@ -234,8 +232,7 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""Seconds after it has left in which a learner must be back, with weights loaded and its layers at the group's
-version."""
+"""A learner that went away must be back in so many seconds, with weights loaded, its layers at the group's version."""
 STEPS_MAX: Final = 4
 """For absent learners the gradients (float32) of at most this many steps are kept, as for the next layout's peers."""
 

@@ -110,7 +110,7 @@ class StateFetcher:
         self._group_peers: set[PeerID] = set()
         """Reachable group peers, which fetch the same layers as we do."""
         self._carriers: list[PeerID] = []
-        """Peers to ask to fetch ranges from a single holder for us."""
+        """Peers that we ask to fetch ranges from a holder and send them on to us."""
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
@@ -429,8 +429,8 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that only one holder has (we ask the holder for the first ones); None: there
-        is none."""
+        """Return the last range in `todo` that only one holder has (we ask it for the first ones); None: none is
+        left."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -439,7 +439,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return for how many seconds `holder` is asked for no range that group peers or carriers should bring."""
+        """Return for how many seconds we do not ask `holder` for ranges that group peers or carriers should bring."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 

@@ -9,7 +9,7 @@ then compares replayed layers with the holders' digests; a layer that differs is
 are dropped if a later plan drops the next layout.
 
 The layers lie in the host's memory. A peer fetches nothing ahead if its free memory is less than twice their size, or
-if the run places experts on their own.
+if the run places experts on peers of their own.
 """
 
 import asyncio
@@ -57,9 +57,8 @@ class _Source:
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long that its holder had dropped the gradients of the steps made meanwhile, which we have
-    to replay. If that happens twice in a row, no further layer is fetched: it would only take bandwidth from
-    training."""
+    """The last layer took so long that its holder had dropped gradients that we need to replay the steps made
+    meanwhile. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None

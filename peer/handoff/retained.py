@@ -12,9 +12,8 @@ from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
-"""The gradients of this many latest steps are kept, however large they are. Three steps' gradients are as large as the
-state, so a peer that lacks more steps fetches the state; a fourth step may end while the first one's gradient is being
-sent."""
+"""This many last steps' gradients are kept, however large. Three are as large as the state, so a peer that lacks more
+fetches the state instead; a fourth step may end while the first one's gradient is being sent."""
 
 
 class GradientLog:

@@ -3,8 +3,9 @@
 The requested version is pinned: kept for as long as peers ask for it (state is immutable, so a pin is a reference), and
 served in ranges. Training does not stop meanwhile: holders go on committing, and keep the reduced gradients of the
 steps after the oldest version that a newcomer fetches, so that the newcomer can replay these steps. A peer that keeps a
-copy does not replay steps: at a step a second, the gradients of a long transfer would be many times the state. An
-optimizer step destroys a state that is not pinned, so a request that comes during a step waits for the next version.
+copy does not replay steps: at a step a second, the gradients made during a long transfer would be many times as large
+as the state. An optimizer step destroys a state that is not pinned, so a request that comes during a step waits for the
+next version.
 
 A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer. During training these layers are
 sent at the lowest priority; once the layout has ended, the whole run waits for them, and they are sent at the priority

@@ -316,7 +316,8 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor may a begun step finish."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the step under way is given up,
+    too."""
 
     source: PeerID
     at_once: bool

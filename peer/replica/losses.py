@@ -36,19 +36,18 @@ class Losses:
 
     microbatches: int
     is_first: bool = False
-    """Our stage is stage 0, which would run missing microbatches again although most of them are still in the
-    pipeline."""
+    """Our stage is stage 0, which would run again missing microbatches that are mostly still in the pipeline."""
     begins_at: int = 0
-    """First version after the restore point. Stage 0's leader makes all grants of its step, so it knows all losses in
-    it."""
+    """First version after the restore point. Stage 0's leader makes all grants of that step: it knows all its
+    losses."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
     """When to ask for everything that is missing, unless a contribution arrives before.
 
     This is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
-    step. If work may be lost, it is sooner, and later requests come at growing intervals: stage 0 declines to repeat a
-    microbatch that is on its way back to it, but the peer that has this microbatch may be dead.
+    step. If work may be lost, the time is sooner, and later requests come at growing intervals: stage 0 declines to
+    repeat a microbatch that is on its way back to it, but the peer that has this microbatch may be dead.
     """
     _patience_s: float = field(init=False, default=STALL_S_FIRST)
     _version_since_s: float = field(init=False, default=0.0)

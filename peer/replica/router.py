@@ -20,8 +20,8 @@ SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
 while the others finish the rest."""
 ALIKE = 0.05
-"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: otherwise a replica with a
-slightly larger share would get every microbatch that comes while none is outstanding."""
+"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: without this margin a
+replica with a slightly larger share would get every microbatch that comes while none is outstanding."""
 _GAIN = 0.25
 
 
@@ -84,7 +84,8 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each member's seconds per granted microbatch, from the grant or, if later, its last contribution."""
+    """Measures each member's seconds per microbatch, from its grant or the member's last contribution, if that is
+    later."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)

@@ -292,8 +292,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Restore the microbatch's state from before the job. The driver has paused us, so it is sent back to its
-        sender next."""
+        """Return the microbatch to its state before the job. The driver has paused us, so it is handed back next."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"

@@ -74,7 +74,7 @@ class GroupView(MembershipView):
         return step in self._rounds.open
 
     def are_past(self, step: int) -> bool:
-        """True if all other members are ready and past `step`, so that none needs its gradient from us."""
+        """True if all other members are ready and past `step`, so that none needs the step's gradient from us."""
         others = (*self.group_peers, *self.draining)
         is_whole = len(self.ready_members) == len(self.group_peers)
         return is_whole and self._agreement.num_past(step, others) == len(others)

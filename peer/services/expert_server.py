@@ -60,8 +60,7 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, and its computation here. Args: upwards: our membership in the group of the expert's
-    holders.
+    """One expert of a stage, and its computation here. Args: upwards: our membership in the expert's group.
 
     `version` changes only on the event loop's thread."""
 
