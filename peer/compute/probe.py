@@ -23,8 +23,8 @@ from shoal.protocol.spec import RunSpec
 _QUICK_S = 0.05
 """A transfer of fewer seconds gives no usable rate: clocks, wake-ups and the answer's way back take about as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""A transfer that takes fewer round trips than this may measure TCP's slow start, in which half of all data arrives in
-the last round trip, instead of the link."""
+"""A transfer of fewer round trips may measure TCP's slow start and not the link: half of all data arrives in the last
+round trip."""
 FAR_S = 0.002
 """A peer with a round trip of fewer seconds may be on this machine, where our traffic to it crosses no network card."""
 _TOGETHER_S = 0.1

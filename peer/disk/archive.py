@@ -64,7 +64,7 @@ class Archive:
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots that this process has written, of any layers."""
+        """(era, version) of the last snapshots that this process has written, whatever layers they have."""
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
@@ -78,7 +78,7 @@ class Archive:
         self.unsaved = ""
         """A sentence that names the steps that could not be written, and why; empty: the last snapshot was written."""
         self._certified: frozenset[tuple[int, int]] = frozenset()
-        """(era, version) of the states that the plan in force certifies, of any layers."""
+        """(era, version) of the states that the plan in force certifies, whatever layers they have."""
 
     @property
     def keeps(self) -> bool:

@@ -85,7 +85,7 @@ class Reduction:
         self._rank = self._peers.index(me)
         counts = [indices_from(member.indices, count=microbatches).bit_count() for member in start.members]
         self._contributors = {peer: count for peer, count in zip(self._peers, counts, strict=True) if count}
-        """Peer -> number of its microbatches, by rank."""
+        """Contributing peer -> number of microbatches in its sum, in rank order."""
         # A learner owns no part: the owner of a part must make the step itself, since the others rely on that.
         owning = [0.0 if member.peer in start.learners else member.bandwidth for member in start.members]
         self._bounds = part_bounds(owning, size)

@@ -51,8 +51,8 @@ _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
 """Seconds that a request waits for its answer. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
-"""A member refuses a request of the other end if its own round does not end within this time, so that the sender can
-ask another member, which may be further ahead."""
+"""A member refuses a request of the other end (last or first stage) if its own round does not end within this time, so
+that the sender can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
 """A member of the other end that has been silent for this long is assumed to get the sum from its group."""
 
@@ -129,7 +129,8 @@ class TiedGradient:
         self._size = self._spans[0].stop - self._spans[0].start
         self._promises: dict[int, _Promise] = {}
         self._given: dict[int, _Given] = {}
-        """Step -> the gradient that the other end may fetch."""
+        """Step -> our gradient of the matrix, or the sum of both ends', for the other end (last or first stage) to
+        fetch."""
         self._news = asyncio.Event()
         """Set, and replaced by a new event, after each change for which a request may wait."""
         self._fetches: dict[int, _Fetch] = {}

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""Replay fewer layers if one of them is this many steps behind its holder, and if during this many steps of the holder
-too few gradients have come for all replayed layers."""
+"""Fewer layers are replayed once one of them is this many steps behind its holder, and too few gradients for all
+replayed layers have come while the holder made as many steps."""
 
 
 @dataclass(slots=True)

@@ -35,7 +35,7 @@ RANGE_TIMEOUT_S = 60.0
 request or a chunk may be lost; a holder that is still sending the range does not send it twice."""
 
 _Key = tuple[PeerID, int, int, str, int, int]
-"""Sender, stored era, version, layer key, tensor, first element."""
+"""The name of an expected chunk: (sender, stored era, version, layer key, tensor, first element)."""
 
 
 @dataclass(frozen=True, slots=True)

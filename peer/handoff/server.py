@@ -53,7 +53,7 @@ _GRADIENT_WAIT_S = 4.0
 _CARRIED_MAX = 4
 """The most ranges that this peer fetches for other peers at once."""
 _STEP_WAIT_S = 2.0
-"""The longest time that a request waits while its layers step; after it the requester has to ask again."""
+"""The longest time that a request waits while the requested layers step; then the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
 """The longest time that a request waits for a range that we are fetching; then its sender may ask another peer."""
 _LOOK_S = 0.005
@@ -62,7 +62,7 @@ _FIRST_STEP_S = 60.0
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
-"""(stored era, or a number in its place such as `TRAINED`; version)."""
+"""The name of a pinned version: (stored era, or a number in its place such as `TRAINED`; version)."""
 
 
 class _Pin:

@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CHUNKS_AT_ONCE: Final = 8
-"""Chunks that another thread adds up in one call: a thread switch for each would cost as much as adding it."""
+"""Chunks that another thread adds up in one call: a thread switch for each chunk would cost as much as the addition."""
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:

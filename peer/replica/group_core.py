@@ -74,7 +74,7 @@ class GroupCore(GroupView):
     catch_up_after_s: float = 1.0
     incarnation: int = 0
     _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
-    """Peer just promoted to full member -> the last step in whose round it may still be listed as a learner."""
+    """Peer just promoted to full member -> the last step with a round that may still list the peer as a learner."""
     _count: int = field(init=False, default=0)
     _announced_leader: PeerID | None = field(init=False, default=None)
     _behind_at_s: float = field(init=False, default=math.inf)

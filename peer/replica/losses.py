@@ -10,7 +10,7 @@ from shoal.peer.replica.commands import AskRepair, CommitCommand
 from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 2.0
-"""Suspect a loss after this many step times without a contribution. A needless request costs only time."""
+"""A loss is suspected after this many step times without a contribution; a needless repair costs only time."""
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
@@ -38,8 +38,7 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0, which would run again missing microbatches that are mostly still in the pipeline."""
     begins_at: int = 0
-    """First version after the restore point. Stage 0's leader makes all grants of that step: it knows all its
-    losses."""
+    """The restore point's version. Stage 0's leader makes all grants of the step there, so it knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST

@@ -146,7 +146,7 @@ class MicrobatchQueue:
     """Time to serve open requests for microbatches: the end of the event loop's turn in which something changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
-    """No microbatches are requested before this time."""
+    """No microbatches are requested before this time, because a claim has failed."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:

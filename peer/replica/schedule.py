@@ -79,7 +79,8 @@ class Flight:
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The peer of the next stage that owes us the gradient; None before it is sent and after the gradient is back."""
+    """The next stage's peer that owes us the gradient; None until the activation is sent, and once the gradient is
+    back."""
     doubted: PeerID | None = None
     """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
     handed_back: bool = False

@@ -10,7 +10,7 @@ from shoal.peer.pipeline.prediction.compensation import Seen, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 
 MEMORY = 0.9
-"""The factor by which the old sums shrink at each measurement, so that about the last ten measurements count."""
+"""The factor on a gain's old sums at each new measurement, so that about the last ten measurements count."""
 GAIN_MAX = 2.0
 """Limit of the gain. The second step of SGD with momentum 0.9 is 1.9 times its first; a larger gain is noise."""
 
