@@ -301,8 +301,7 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (first matrix, elements from one matrix to the next). First copy unevenly spaced matrices to one
-    tensor."""
+    """Return (first matrix, elements from it to the next). Unevenly spaced matrices are copied to one tensor first."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

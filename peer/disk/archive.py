@@ -71,8 +71,7 @@ class Archive:
         """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version): the newest era that this peer has noted as under way, and the version that it noted with
-        it."""
+        """(era, version): the newest era that this peer has noted as under way, and the version noted with that era."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
@@ -258,7 +257,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of earlier stored ones. If that fails, the layers are fetched
+        """Store `layers`, float32 on the host, in place of earlier ones. If that fails, the layers are fetched
         again."""
 
         def write() -> None:
@@ -361,7 +360,7 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete snapshots of layer groups that are in none of the last ten snapshots up to `age`; `thin` removes older
+        """Delete snapshots of layer groups that no snapshot of the last ten up to `age` has; `thin` removes older
         eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)

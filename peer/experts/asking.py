@@ -19,8 +19,7 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds until a frame is sent again: the frame or its answer may be lost. After the last wait another holder is
-tried."""
+"""Seconds until a frame is sent again: the frame or its answer may be lost. Later, another holder is tried."""
 _LOOK_S: Final = 0.5
 """Seconds between two checks for slow holders."""
 

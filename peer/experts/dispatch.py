@@ -132,8 +132,7 @@ class ExpertDispatch:
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
-        """Tell the holders that the microbatch's backward is done. Args: retried: the microbatch may have run
-        before."""
+        """Tell the holders that the microbatch's backward is done. Args: retried: it may have run before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 

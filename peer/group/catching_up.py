@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 Answer = Literal["taken", "on its way", "nothing"]
-"""The result of a request. Taken: the gradient has arrived. On its way: pieces of its round are on their way to us
-instead. Nothing: the other member does not have the gradient yet."""
+"""The result of a request. Taken: the gradient has arrived. On its way: the round's own pieces are still being sent to
+us. Nothing: the other member does not have the gradient yet."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces as they travelled; empty if some piece came as exact numbers, of which no bytes are kept."""
+        """All pieces as they travelled; empty if some piece came as exact numbers: their bytes are not kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 

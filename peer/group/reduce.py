@@ -94,7 +94,7 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> encoded bytes of a finished chunk in few bits: to encode the mean again would round it
+        """First element -> encoded bytes of a finished chunk in few bits: encoding the mean again would round it
         again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
@@ -157,8 +157,8 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors that it left out for invalid
-        numbers. After its run, call `added`."""
+        """Return a function that adds up these chunks, without contributions that have invalid numbers, and returns the
+        peers that sent such contributions. Call `added` after the function has run."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 

@@ -87,7 +87,7 @@ class _Fetch:
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes. Pieces are decoded last: the offer that names their format may come after them."""
+    """First element -> a piece's bytes, decoded last: the offer that names the format may come after the pieces."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -129,8 +129,7 @@ class TiedGradient:
         self._size = self._spans[0].stop - self._spans[0].start
         self._promises: dict[int, _Promise] = {}
         self._given: dict[int, _Given] = {}
-        """Step -> our gradient of the matrix, or the sum of both ends', for the other end (last or first stage) to
-        fetch."""
+        """Step -> our gradient of the matrix, or both ends' sum, for the other end (last or first stage) to fetch."""
         self._news = asyncio.Event()
         """Set, and replaced by a new event, after each change for which a request may wait."""
         self._fetches: dict[int, _Fetch] = {}
@@ -192,7 +191,7 @@ class TiedGradient:
                 self._begin(promise.put_off)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Record that a member no longer has its results: it is gone or has restarted."""
+        """Record that a member is gone or has restarted, and so has lost the results of its rounds."""
         for promise in self._promises.values():
             promise.told_by.discard(peer)
 
@@ -248,7 +247,7 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """True if we have not made the step. (A round may end before we reach its step: its leader may be ahead.)"""
+        """True if we have not made the step. (A round may end before we reach its step, if its leader is ahead.)"""
         return self._core.version <= step
 
     # The following methods change a copy of a reduced gradient: other members may still need pieces of the original.

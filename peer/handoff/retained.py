@@ -32,7 +32,7 @@ class GradientLog:
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the version of the oldest gradient that it still needs, by its requests."""
+        """Replaying peer -> the version of the oldest gradient that the peer still needs, judged by its requests."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:
@@ -114,7 +114,8 @@ class RetainedLayers:
         return self._layers if self._at == (era, version) else {}
 
     def follow(self, plan: Plan) -> None:
-        """Forget the kept layers once `plan` neither ends nor begins at their version: all peers have them."""
+        """Forget the kept layers once the plan's layout neither begins nor ends at their version: all peers have
+        them."""
         ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
         if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
             self._begin((-1, 0))

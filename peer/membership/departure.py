@@ -53,7 +53,7 @@ class Departure:
         self._plans, self._parts, self._neighbours = services.plans, services.parts, services.neighbours
         self._reports = services.reports
         self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
-        """Peer -> (the plan at its first `Save`, the versions that we have saved for it since)."""
+        """Leaving peer -> (the plan at its first `Save` request, the versions that we have saved for it since)."""
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""

@@ -217,7 +217,8 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from it."""
+    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from
+    `peer`."""
 
     peer: PeerID
     died: bool = False

@@ -61,8 +61,8 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage; `incarnation` numbers its starts in that stage. Members of its group may have
-    learnt of the restart already from its Progress."""
+    """`peer` has begun anew in its stage; `incarnation` numbers its starts there. Members of the peer's group may have
+    learnt of the restart already from a Progress message of the peer."""
 
     peer: PeerID
     incarnation: int
@@ -184,8 +184,8 @@ class TrafficPlanned:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """`peer`, of the next stage, accepts microbatches. If not `is_open`, it accepts no new ones, but will still return
-    the gradients that it owes."""
+    """`peer`, of the next stage, accepts microbatches; if not `is_open`, it accepts no new microbatches, but will still
+    return the gradients that it owes."""
 
     peer: PeerID
     is_open: bool = True
@@ -316,7 +316,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the step under way is given up,
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the open step is given up,
     too."""
 
     source: PeerID

@@ -59,7 +59,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches granted to `peer`: it reported them, or we granted them (its report may be lost)."""
+        """Record microbatches granted to `peer`: the peer reported them, or we granted them (a report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
@@ -77,7 +77,7 @@ class Losses:
         return {step for step, claims in self._claims.items() if peer in claims}
 
     def grown(self, now_s: float) -> None:
-        """A contribution has arrived: wait anew before suspecting a loss."""
+        """Record that a contribution has arrived, and wait anew before suspecting a loss."""
         self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:

@@ -108,7 +108,7 @@ class _Halt:
 
 @dataclass(kw_only=True, slots=True)
 class MicrobatchQueue:
-    """Claims, grants and repairs as one replica of stage 0 knows them, and, if it leads, its decisions on them.
+    """The claims, grants and repairs that one replica of stage 0 knows of, and its decisions on them if it leads.
 
     Args: book: the list of grants; group: our view of the group; demand: our schedule, which wants microbatches."""
 
@@ -242,7 +242,8 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Record a member's microbatches of `step`: those contributed (`indices`) and those granted, as bitmaps."""
+        """Record, from bitmaps, the microbatches of `step` that a member has contributed (`indices`) and was
+        granted."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -352,8 +353,8 @@ class MicrobatchQueue:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[QueueCommand]:
-        """Answer each open claim with the microbatches that are due to its claimant; leave the claim open if none are
-        due. A claimant that is not ready waits: it is not known here yet, or was lost after it asked."""
+        """Answer each open claim with the microbatches that are due to the claimant; leave the claim open if none are
+        due. A claimant that is not ready waits: we do not know the peer yet, or it was lost after it asked."""
         if not self.group.is_leader:
             return []
         commands: list[QueueCommand] = []
@@ -533,7 +534,7 @@ class MicrobatchQueue:
         return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
 
     def _end_halts(self, now_s: float) -> list[QueueCommand]:
-        """End the halts that were not renewed: a leaving peer renews its halt until it has gone."""
+        """End the halts that were not renewed. (A leaving peer renews its halt until the peer has gone.)"""
         for halt in self._halts.values():
             if halt.until_s <= now_s:
                 halt.until_s = -math.inf

@@ -14,7 +14,7 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica is tried again after this multiple of its time: waiting for it costs 1/20 of all time."""
+"""A far too slow replica is tried again after this multiple of its time, so waiting for it costs 1/20 of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
@@ -84,8 +84,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each member's seconds per microbatch, from its grant or the member's last contribution, if that is
-    later."""
+    """Measures each member's seconds per microbatch, from its grant or, if later, the member's last contribution."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -172,7 +171,7 @@ class Router:
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return the replicas that have had no work for so long that one must be next, whatever its share."""
+        """Return the replicas that have had no work for so long that one of them must be next, whatever the shares."""
         idle, laggards = [], []
         for peer in candidates:
             if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):

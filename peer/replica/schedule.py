@@ -79,7 +79,7 @@ class Flight:
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The next stage's peer that owes us the gradient; None until the activation is sent, and once the gradient is
+    """The next stage's peer that owes us the gradient; None until we send the activation, and after its gradient is
     back."""
     doubted: PeerID | None = None
     """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
@@ -364,8 +364,8 @@ class Schedule:
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
         """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
-        `successor` sent us. Activations of the successor may arrive before this event; they stay, since each is sent
-        only once."""
+        `successor` sent us. Activations of the successor that arrived before this event stay: each is sent only
+        once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

@@ -63,7 +63,7 @@ class GroupView(MembershipView):
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
-        """Return the holders of which more than half must have signed a state before `newcomer` accepts it."""
+        """Return the voters: more than half of these holders must have signed a state before `newcomer` accepts it."""
         leaving = tuple(peer for peer in self.draining if peer not in self.learners)
         if self.ready and not self.in_plan and not self.is_learner:
             leaving = (*leaving, self.me)
