@@ -58,7 +58,7 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two, the one that lists the disk first might store its outdated list last."""
+        """Allows one write at a time: of two writes, the one that listed the disk first might store its list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""

@@ -1,5 +1,5 @@
-"""Sends a holder of experts tokens, or the report that a run of a microbatch has ended, until it answers or another
-holder is the better choice."""
+"""Sends tokens, or the report that a run of a microbatch has ended, to a holder of experts, until the holder answers or
+another one is the better choice."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds until a frame is sent again: the frame or its answer may be lost. Later, another holder is tried."""
+"""Seconds until a frame is sent again: the frame or its answer may be lost. Then another holder is tried."""
 _LOOK_S: Final = 0.5
 """Seconds between two checks for slow holders."""
 

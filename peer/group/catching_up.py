@@ -1,11 +1,11 @@
 """Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
-Often a member that is behind only has to wait: its pieces are on their way, and the whole gradient in float32 has eight
-times the bytes of a round in 4 bits. So such a member first asks one member that owes it a piece, and believes the
-answer. If the round stands still, the members that are behind may follow a later attempt than the finished one, and
-wait for pieces from each other that never come. In this case the member asks all members that owe it pieces. It waits
-only if one of them answers that its pieces have not left yet (on a slow line pieces stand behind activations for
-minutes); otherwise only a member past the step can help.
+A member that is behind often only has to wait for pieces that are on their way; the whole gradient in float32 has eight
+times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
+round stands still, the members that are behind may follow a later attempt than the finished one, and wait for pieces
+from each other that never come. Then a member asks all members that owe it pieces. It goes on waiting only if one of
+them answers that the pieces have not left yet (on a slow line pieces stand behind activations for minutes); otherwise
+it fetches the gradient from a member past the step.
 """
 
 import asyncio

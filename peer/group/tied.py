@@ -54,7 +54,8 @@ _WAIT_S: Final = 5.0
 """A member refuses a request of the other end (last or first stage) if its own round does not end within this time, so
 that the sender can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
-"""A member of the other end that has been silent for this long is assumed to get the sum from its group."""
+"""A member of the other end (last or first stage) that is silent for so long is assumed to get the sum from its
+group."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class _Given:
     """The gradient of the matrix that one end sends to the other end."""
 
     values_n: Tensor
-    """The gradient, float32 [n], with the values that the receiver decodes."""
+    """The gradient, float32 [n], rounded to the values that the receiver decodes."""
     form: WireFormat
     is_whole: bool
     """True for the sum of both ends' gradients, False for one end's."""

@@ -343,7 +343,8 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a group peer bring the ranges that it owns, or a carrier the ranges of a single holder."""
+            """Have a group peer bring the ranges that it owns, or a carrier (it fetches for us) those of a single
+            holder."""
             next_wanted = self._next_alone if carries else self._next_of_group_peer
             while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True

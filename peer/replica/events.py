@@ -410,7 +410,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The run has stood still for seconds: repeat messages that a member may have dropped when a peer was lost."""
+    """The run has stood still for some seconds: repeat messages that a member may have dropped when a peer was lost."""
 
 
 CommitEvent = (
