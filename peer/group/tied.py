@@ -9,9 +9,9 @@ clipped by its own norm, so the matrix stays equal. If one stage is both ends, i
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
 
 **One result a step.** A gradient that the other end has received cannot be taken back. But if a member dies after its
-round has ended, its group reduces again without it, to other bits. So a member whose round has ended first tells the
-other members of its group (`RoundEnded`). A member that has acknowledged this joins no other attempt at that step while
-the sender lives: it ends the same round, too, or catches up after the sender's step. When all living members have
+round has ended, its group reduces again without it, to other bits. So when a member's round has ended, the member first
+tells the others of its group (`RoundEnded`). A member that has acknowledged this joins no other attempt at that step
+while the sender lives: it ends the same round, too, or catches up after the sender's step. When all living members have
 acknowledged, the gradient may leave the group. If all members with the result then die, the group reduces again; but if
 the other end has already added the dead members' gradient, the group steps the matrix with that sum.
 

@@ -215,8 +215,8 @@ class FetchingAhead:
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
         """Make one step of the layer `key` that its holder has made already. If the holder no longer keeps the
-        gradient, drop all layers at that version. They are fetched again from another holder, unless this has happened
-        before."""
+        gradient, drop all layers at that version. They are fetched again from another holder, unless this happened last
+        time, too."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)

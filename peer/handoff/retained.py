@@ -20,9 +20,9 @@ class GradientLog:
     """The reduced gradients of recent steps, for all groups of one peer, in one era (the versions since the last
     roll-back or repartitioning).
 
-    When a layout is about to end, the peers of the next one prepare to hold its layers. Such a peer fetches a layer at
-    its present version and replays each later step. For a step it needs only that layer's part of the reduced gradient.
-    A gradient is kept until each such peer has replayed it.
+    When a layout is about to end, each peer of the next one fetches the layers that it will hold, each at the present
+    version, and replays the later steps. A step of a layer needs only that layer's part of the reduced gradient. A
+    gradient is kept until each such peer has replayed the step.
     """
 
     def __init__(self) -> None:

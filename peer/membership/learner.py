@@ -138,7 +138,7 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step with a reduced gradient that a layer which is here, or being fetched, still needs."""
+        """Return the first step of which a layer that is here, or being fetched, still needs the reduced gradient."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---

@@ -106,7 +106,7 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` to compare now: each member has sent a digest, is gone, or is late.
+        """Return the rounds up to `version` to compare now: in them each member has sent a digest, is gone, or is late.
 
         A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.

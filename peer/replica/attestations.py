@@ -44,7 +44,7 @@ class Attestations:
     """The recent signatures of one group's holders."""
 
     _said: dict[int, dict[PeerID, tuple[str, bytes]]] = field(default_factory=dict)
-    """Version -> holder -> (root, the digest of the whole state; the holder's signature)."""
+    """Version -> holder -> (root: the digest of the whole state; the holder's signature of this digest)."""
 
     def heard(self, holder: PeerID, version: int, root: str, signature: bytes) -> None:
         """Record a signature. Keep the latest `ATTESTATIONS_OF_ONE_MAX` versions of each holder."""

@@ -101,7 +101,7 @@ ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished |
 
 @dataclass(frozen=True, slots=True)
 class SendClaim:
-    """Ask `leader` for up to `count` microbatches. At most one claim is open at a time."""
+    """Ask `leader` for up to `count` microbatches (a claim). At most one claim is open at a time."""
 
     leader: PeerID
     count: int

@@ -133,7 +133,7 @@ class GroupCore(GroupView):
         return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def take_part(self, ready: bool, *, learner: bool = False, now_s: float) -> list[CommitCommand]:
-        """Begin to take part, with the group's state or, if `learner`, its weights alone. If not `ready`, stop."""
+        """Take part, with the group's state or, if `learner`, its weights alone; if not `ready`, stop taking part."""
         was_learner = self.is_learner
         self.set_ready(ready, learner=learner)
         self._note_whole(self.me, was_learner=was_learner)
