@@ -234,7 +234,7 @@ class Pressing:
 AWAY_S: Final = 600.0
 """A learner that went away must be back in so many seconds, with weights loaded, its layers at the group's version."""
 STEPS_MAX: Final = 4
-"""For absent learners the gradients (float32) of at most this many steps are kept, as for the next layout's peers."""
+"""The gradients (float32) of at most this many steps are kept for absent learners, as for the next layout's peers."""
 
 
 class AbsentLight:

@@ -398,7 +398,7 @@ class Stepped:
     """We hold `version`, by a step or a fetched state. `digest`: digest of our state; None while we hold weights alone.
 
     `by`: the round that gave the gradient of our step; a higher round may have replaced it, if a member died after
-    sending its part. `gradient_norm`: norm of that gradient, for the ledger; None: we have fetched the state."""
+    sending its part. `gradient_norm`: norm of that gradient, for the coordinator; None: we have fetched the state."""
 
     version: int
     digest: str | None

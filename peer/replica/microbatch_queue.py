@@ -70,7 +70,7 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """Seconds that a halt (no step begins) lasts unless the leaving member renews it; at most `HALTED_S_MAX` in all."""
 _STILL_STEPS = 2.0
-"""After this many step times without a step the run counts as standing still: then even repairs beyond the share of the
+"""The run counts as standing still after this many step times without a step: then even repairs beyond the share of the
 peer that asks are admitted, since the work may really be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1

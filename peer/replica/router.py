@@ -182,8 +182,8 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Among the replicas with the least outstanding work relative to their share, return the one that has so far
-        been given the least work relative to its share."""
+        """Return, of the replicas with the least outstanding work relative to their share, the one that has so far been
+        given the least work relative to its share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())
