@@ -45,7 +45,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One element of a message's content that is a list."""
+    """One element of a message's content, if that content is a list."""
 
     type: str = "text"
     text: str | None = None

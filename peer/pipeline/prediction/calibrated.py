@@ -17,8 +17,8 @@ GAIN_MAX = 2.0
 
 @dataclass(slots=True)
 class _Gain:
-    """The ratio of the actual to the predicted movement for one staleness: ⟨actual, predicted⟩ / ‖predicted‖². Both are
-    sums over the measurements, which decay exponentially."""
+    """The ratio of the actual to the predicted movement for one staleness: ⟨actual, predicted⟩ / ‖predicted‖².
+    Numerator and denominator are sums over the measurements, with exponentially falling weights for older ones."""
 
     product: float = 0.0
     square: float = 0.0
