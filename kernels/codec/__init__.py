@@ -51,7 +51,7 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
 numba_twin = NumbaTwin("shoal.kernels.codec.numba_codec")
 _LARGE = 1 << 18
-"""The number of elements from which numba is loaded; the reference takes some milliseconds for that many."""
+"""A tensor of at least this many elements starts the loading of numba; the reference needs some milliseconds for it."""
 
 
 def _twin(tensor: Tensor) -> ModuleType:

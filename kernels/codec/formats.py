@@ -1,10 +1,10 @@
 """The formats and their sizes in bytes. Pure.
 
 A tensor is cut into tiles of `TILE` consecutive numbers; zeros fill up the last tile. A payload of T tiles with b bits
-a number has T scales in bfloat16, little-endian, and then 8 b bytes of codes for each tile. A code is a whole number
-from 0 to 2 L, which stands for one from -L to L, where L = 2^(b-1) - 1. Its bits are cut into parts of 4, 2 and 1 bits,
-low bits first (8 bits are one part). The parts of w bits of the codes e, e + 8 w, e + 16 w ... form byte e, the first
-of them in the lowest bits.
+a number has T scales in bfloat16, little-endian, and then 8 b bytes of codes for each tile. A code c is a whole number
+from 0 to 2 L and stands for the number c - L, where L = 2^(b-1) - 1. A code's bits are cut into parts of 4, 2 and 1
+bits, low bits first (8 bits are one part). The w-bit parts of the codes e, e + 8 w, e + 16 w ... form byte e; code e
+has the lowest bits.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "hadamard4": Format(4, is_rotated=True),
     "hadamard3": Format(3, is_rotated=True),
 }
-"""Name in a run file -> format. With the scales they take 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
+"""Name in a run file -> format. With scales they take, in this order, 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
 
 
 def num_tiles(numel: int) -> int:

@@ -3,8 +3,8 @@ explains the arithmetic.
 
 A tile stays in a core's registers and first-level cache from the first operation to the last, while plain torch makes
 some twenty passes over memory. Numba's fastmath is off: every operation is rounded as IEEE 754 says, and none is fused
-with the next. Non-negative floats are ordered as their bits are, so the largest magnitude is the maximum of integers,
-which the compiler may compare in any order.
+with the next. The bits of non-negative floats have the same order as the floats, so the largest magnitude is found as a
+maximum of integers, which the compiler may compare in any order.
 """
 
 from typing import Any

@@ -33,7 +33,7 @@ from shoal.kernels.words import shifted, signed
 FINE: Final = 2.0**17
 """The largest magnitude of a tile before the Hadamard transform: its sums then stay within 64 x 2^17 = 2^23."""
 SMALLEST: Final = 2.0**-100
-"""A tile with a smaller largest magnitude becomes zero: its factors would leave the range of float32."""
+"""A tile with all magnitudes below this becomes zeros: the factors that scale it would leave the range of float32."""
 _CHUNK_TILES: Final = 1024
 """Tiles that are computed at a time: 256 KiB in float32, so that temporaries stay in a core's own cache."""
 _MASK: Final = 0xFFFF

@@ -5,8 +5,8 @@
     y_PR = grouped_matmul(x_PD, weights, groups.offset_E)     # each expert's rows times its matrix
     y_ND = combine(y_PR, weight_NK, groups)                   # back, weighted
 
-The last three functions are differentiable in all floating-point tensors. The tensors' device decides which
-implementation runs.
+The last three functions are differentiable in all floating-point tensors. The tensors' device selects the
+implementation.
 """
 
 from shoal.kernels.dispatch.differentiable import combine, grouped_matmul, grouped_matmul_transposed, permute

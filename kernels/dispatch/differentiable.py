@@ -53,8 +53,8 @@ def grouped_matmul(x_PC: Tensor, weights: Sequence[Tensor], offset_E: Tensor) ->
 
 @torch.no_grad()
 def grouped_matmul_transposed(x_PR: Tensor, weights: Sequence[Tensor], offset_E: Tensor) -> Tensor:
-    """Multiply each expert's rows by its matrix [R, C]: [P, R] -> [P, C]. The result, which has no gradient, is the
-    gradient of the input of `grouped_matmul`, for callers that do not keep the matrices until the backward."""
+    """Multiply each expert's rows by its matrix [R, C]: [P, R] -> [P, C]. This is the gradient of the input of
+    `grouped_matmul`, for callers that make the matrices again in the backward. Autograd does not record it."""
     x_PR = x_PR.contiguous()
     result: Tensor = _twins(x_PR).grouped_matmul(x_PR, weights, offset_E, transposed=True)
     return result

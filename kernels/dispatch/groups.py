@@ -29,7 +29,7 @@ class Groups:
 def group(chosen_NK: Tensor, num_experts: int) -> Groups:
     """Sort the choices by expert, without waiting for the device.
 
-    Args: chosen_NK: int64 [N, K], each token's experts, in [0, num_experts); unchecked, since a check would wait.
+    Args: chosen_NK: int64 [N, K], each token's experts, in [0, num_experts); unchecked: a check waits for the GPU.
     """
     chosen_P = chosen_NK.reshape(-1)
     choice_P = chosen_P.argsort(stable=True)

@@ -28,7 +28,7 @@ INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_D: int = 1024
 """The number of elements of a row that a program copies at a time."""
 GROUP: Final = 8
-"""The number of row tiles that use a column tile one after the other, so that the matrix stays in the L2 cache."""
+"""The number of row tiles that use the same column tile of a matrix in turn, so that it stays in the L2 cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,7 +301,7 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (first matrix, elements from one matrix to the next). Copy unevenly spaced matrices to one tensor."""
+    """Return (first matrix, elements from it to the next). Unevenly spaced matrices are copied to one tensor first."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

@@ -2,15 +2,15 @@
 `triton_nf4.py` decodes to the same bits on a GPU.
 
 The 64 numbers of a tile share a scale f, their largest magnitude rounded up to bfloat16. The code of a number x is the
-index of the level, of 16, that is nearest to x / f. The levels are equally likely if x is normally distributed. The
-payload of T tiles has T scales in bfloat16, little-endian, and then 32 bytes for each tile: byte e has code e in its
-low four bits and code e + 32 in its high four bits.
+index of the level nearest to x / f, among 16 levels that are equally likely if x is normally distributed. The payload
+of T tiles has T scales in bfloat16, little-endian, and then 32 bytes for each tile: byte e has code e in its low four
+bits and code e + 32 in its high four bits.
 
 IEEE 754 defines every operation here to the last bit: payloads and decoded numbers are equal on all devices.
 
 Source: Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, arXiv 2305.14314, section 3 and appendix
-    E, which has the levels. We differ in that a scale takes 16 bits, 4.25 bits a number in all; theirs takes 32, or 8.5
-    if it is quantised once more.
+    E, which has the levels. Our scale takes 16 bits, so a number takes 4.25 bits in all; their scale takes 32 bits, or
+    about 8.1 if the scales are quantised, too.
 
 N elements   T tiles   E elements of a tile   B bytes
 """

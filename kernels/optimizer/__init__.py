@@ -22,12 +22,12 @@ _triton = partial(triton_twins, "shoal.kernels.optimizer.triton_advance")
 @dataclass(frozen=True, slots=True)
 class Optimizer:
     """One optimizer: the functions `{name}_step`, `{name}_predict` ... of the module `rules`, or their Triton twins.
-    The `settings` of its methods are the fields of `Hyperparameters`."""
+    The `settings` of the methods are the fields of `Hyperparameters`."""
 
     name: str
     rules: ModuleType
     moment2_of: Literal["all", "rest", "none"]
-    """The elements that have a second moment; "rest": the elements after the hidden matrices."""
+    """The elements that have a second moment: all, none, or the "rest" (those after the hidden matrices)."""
 
     def step(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> State:
         """Make one optimizer step from version `step`. Returns: the new (param_N, moment1_N, moment2_N)."""

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 MOST_BITS: Final = 14
-"""The most bits of an operand that is cut into two int8 slices: the largest operand, 2^14, is 64 x 256 + 0."""
+"""The most bits of an operand that is cut into two int8 slices: the largest operand, 2^14, gives slices 64 and 0."""
 _SLICE: Final = 256
 _MULTIPLE: Final = 32
 """Rows and columns are padded with zeros to multiples of this: cuBLASLt wants multiples of 8 and more than 16 rows."""

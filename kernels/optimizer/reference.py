@@ -45,7 +45,7 @@ def sgd_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tens
 
 
 def adamw_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> State:
-    """Make one step of AdamW, equal to `torch.optim.AdamW`. All tensors are float32 [N]. Returns: the new (param_N,
+    """Make one step of AdamW, as `torch.optim.AdamW` does. All tensors: float32 [N]. Returns the new (param_N,
     moment1_N, moment2_N)."""
     moment1_N, moment2_N = _moments(grad_N, moment1_N, moment2_N, hyper)
     change_N = _root(moment2_N, hyper, hyper.step + 1)
@@ -168,7 +168,7 @@ def ways(hyper: Hyperparameters, gains: Sequence[float]) -> tuple[float, float, 
 
 
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
-    """Scale a layer's gradient to a norm of at most `clip_norm`; with a `clip_norm` of 0 it stays unchanged.
+    """Scale a layer's gradient to a norm of at most `clip_norm`; 0: the gradient stays unchanged.
 
     Returns: (float32 [N], `grad_N` itself if unchanged; its 2-norm before clipping, a float32 number).
     """
@@ -211,7 +211,7 @@ def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Te
 
 
 def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
-    """Return (the weights after their decay alone, the distances that decayed and undecayed weights move)."""
+    """Return (the weights after weight decay alone, the distances that weights with and without decay move)."""
     kept, decayed, plain = ways(hyper, gains)
     return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 

@@ -1,8 +1,8 @@
 """The square root rounded as in IEEE 754: the nearest number, the same bits on every device.
 
-On a CPU `torch.sqrt` is that of MKL, which may be wrong in the last bit, depending on the processor: for 520 of 100,000
-numbers with AVX512, for none with AVX2, for 17,156 on older ones. NumPy uses the processor's own instruction, and the
-square root of CUDA is correctly rounded.
+On a CPU `torch.sqrt` uses MKL, whose results may be wrong in the last bit: of 100,000 numbers 520 were wrong on a
+processor with AVX512, none with AVX2, and 17,156 on older processors. NumPy uses the processor's own instruction, and
+the square root of CUDA is correctly rounded.
 """
 
 import numpy as np

@@ -1,9 +1,9 @@
 """A step or a prediction in one pass over memory, in Triton: the twin of `reference.py`, without Muon.
 
-Every element is read and written once: a step with AdamW takes 16 bytes in (weight, gradient, two moments) and 12 out.
-All arithmetic is in float32. Steps give the same bits as the reference: roots and quotients are rounded (`sqrt_rn`,
-`div_rn`), and products are not contracted with sums (`enable_fp_fusion=False`). Predictions stay on this peer, and may
-differ from the reference in their last bits.
+Every element is read and written once: a step with AdamW reads 16 bytes an element (weight, gradient, two moments) and
+writes 12. All arithmetic is in float32. Steps give the same bits as the reference: roots and quotients are rounded
+(`sqrt_rn`, `div_rn`), and products are not contracted with sums (`enable_fp_fusion=False`). Predictions stay on this
+peer, and may differ from the reference in their last bits.
 
 If `TRITON_INTERPRET=1` is set when this file is first imported, the kernel runs on a CPU; for tests only.
 

@@ -49,8 +49,7 @@ class Outbox:
         return not self._queues.get(peer)
 
     def forget(self, peer: PeerID) -> None:
-        """Drop all messages to a peer that is gone. Cancel the call in progress, which would delay later messages to
-        the peer."""
+        """Drop all messages to a peer that is gone. Cancel the call in progress, which would delay later messages."""
         self._queues.pop(peer, None)
         sender = self._senders.get(peer)
         if sender is not None and sender is not asyncio.current_task():

@@ -1,8 +1,7 @@
-"""The plan that this peer follows, and recent earlier plans. The peer takes messages only of peers in one of these
-plans.
+"""The plan that this peer follows, and recent earlier plans. The peer takes messages only from peers in these plans.
 
-The newest plan alone would not be enough: a peer that has lost its place drains for up to half a minute, and meanwhile
-still sends activations and owes gradients.
+The newest plan alone would not be enough: a peer that has lost its place drains (finishes its work) for up to half a
+minute; until then it sends activations and owes gradients.
 """
 
 import math

@@ -5,7 +5,7 @@ from typing import Final
 import torch
 
 _WORDS: Final = ("can't allocate memory", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Words of those `RuntimeError`s that mean too little memory: of torch's allocator (Linux, Windows) and of cuBLAS."""
+"""Words in `RuntimeError`s that mean too little memory: those of torch's allocator (Linux, Windows) and cuBLAS."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

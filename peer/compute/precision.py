@@ -20,7 +20,7 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 QUICKER: Final = 1.3
-"""bfloat16 must be this many times as quick as float32: it rounds more, and a brief timing may be off."""
+"""bfloat16 is chosen if it is this many times as quick as float32: it rounds more, and a brief timing may be off."""
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:

@@ -21,12 +21,12 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
 _QUICK_S = 0.05
-"""A transfer of fewer seconds shows no rate: clocks, wake-ups and the answer's way back take about as long."""
+"""A transfer of fewer seconds gives no usable rate: clocks, wake-ups and the answer's way back take about as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""A transfer that takes fewer round trips may show TCP's slow start: half of all data arrives in the last round
-trip."""
+"""A transfer of fewer round trips may measure TCP's slow start and not the link: half of all data arrives in the last
+round trip."""
 FAR_S = 0.002
-"""Seconds. A peer with a shorter round trip may be on this machine: traffic to it does not cross the network card."""
+"""A peer with a round trip of fewer seconds may be on this machine, where our traffic to it crosses no network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """The most bytes sent on one link while several are measured together. If the quickest link would carry more in
@@ -112,7 +112,7 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes`. Returns: seconds from the mark, which was sent before, to the last frame."""
+        """Send `times` frames of `nbytes`. Returns: seconds from the mark (a small frame sent first) to the last."""
         payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()

@@ -45,7 +45,7 @@ Spans = tuple[tuple[int, int], ...]
 
 
 class ContentPart(msgspec.Struct, frozen=True):
-    """One element of a message's content that is a list."""
+    """One element of a message's content, if that content is a list."""
 
     type: str = "text"
     text: str | None = None
@@ -170,7 +170,7 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside a tokenizer.json; None: ChatML. Raises: DataError: no template is there."""
+    """Load the chat template beside the file `tokenizer`; if None, ChatML. Raises: DataError: no template is there."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent

@@ -40,8 +40,7 @@ class Labels:
 
 
 def weight_of(counted: int, total: int, microbatches: int) -> float:
-    """Return the weight of a microbatch in [0, microbatches], rounded to float32 so that all stages have the same
-    number.
+    """Return a microbatch's weight in [0, microbatches], rounded to float32 so that all stages have the same number.
 
     Args: counted: learnt targets of this microbatch; total: learnt targets of all `microbatches` of its step.
     """

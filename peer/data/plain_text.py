@@ -1,4 +1,5 @@
-"""Plain text files: UTF-8, or UTF-16 with a byte order mark. Other kinds are refused, by name if we recognise them.
+"""Plain text files: UTF-8, or UTF-16 with a byte order mark. Other files are refused; the error names the kind if
+known.
 
 A few lines that are not UTF-8 are skipped; a file with many of them has another encoding or is no text, and is refused.
 """

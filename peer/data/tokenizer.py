@@ -82,8 +82,7 @@ class FileTokenizer:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: a special token's name in a text becomes that token; never for text from
-        strangers."""
+        """Encode texts. `special`: a special token's name in a text becomes that token: not for strangers' texts."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]

@@ -58,26 +58,26 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: if two ran, the one that lists the disk first might store its older list last."""
+        """Allows one write at a time: of two writes, the one that listed the disk first might store its list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots that this process has written, of any layers."""
+        """(era, version) of the last snapshots that this process has written, whatever layers they have."""
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
         """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version): the newest era that this or an earlier process has seen under way, and its version then."""
+        """(era, version): the newest era that this peer has noted as under way, and the version noted with that era."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
         """A sentence that names the steps that could not be written, and why; empty: the last snapshot was written."""
         self._certified: frozenset[tuple[int, int]] = frozenset()
-        """(era, version) of the states that the plan in force certifies, of any layers."""
+        """(era, version) of the states that the plan in force certifies, whatever layers they have."""
 
     @property
     def keeps(self) -> bool:
@@ -104,7 +104,7 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if every member signs its group's layers at this version, because snapshots of it are written."""
+        """True if snapshots of this version are written, and so every member signs its group's layers at it."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -163,7 +163,7 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """Record that we leave at `version`, which is saved, and that the run has gone no further as far as we know."""
+        """Record that we leave at `version`, which is saved, and that we know of no later version of the run."""
         if self.keeps:
             self._noted = (era, version)
             await self._run_blocking(self._note_saved)
@@ -257,7 +257,8 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of those stored before. If it fails, they are fetched again."""
+        """Store `layers`, float32 on the host, in place of earlier ones. If that fails, the layers are fetched
+        again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
@@ -359,7 +360,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete snapshots of layer groups that the last ten snapshots up to `age` lack; `thin` removes older eras."""
+        """Delete snapshots of layer groups that no snapshot of the last ten up to `age` has; `thin` removes older
+        eras."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:

@@ -55,14 +55,14 @@ class DamagedSnapshot(LocalError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredSnapshot:
-    """A snapshot as its manifest describes it; its layer files have not been checked."""
+    """A snapshot as described by its manifest; the layer files have not been checked."""
 
     path: PurePosixPath
     run: str
     era: int
     version: int
     keys: tuple[str, ...]
-    """Keys of its layers; they may be only a part of the model."""
+    """Keys of the snapshot's layers, which may be only a part of the model."""
     spec: RunSpec
 
     @property

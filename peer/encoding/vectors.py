@@ -19,11 +19,11 @@ from shoal.protocol.wire_format import WireFormat
 
 DTYPES: Final = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CONTRIBUTION_MAX: Final = 2.0**40
-"""Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of 2^48 squares of it, so
-no member can make a mean that optimizers reject."""
+"""Largest number that a member may contribute to a sum of gradients. float32 can hold the sum of the squares of 2^48
+such numbers, so no member can make a mean that optimizers reject."""
 REDUCED_MAX: Final = 2.0**44
-"""Largest number accepted in a reduced gradient. Valid contributions give at most a quarter of it, for a tied matrix (a
-rounded sum of two gradients)."""
+"""Largest number accepted in a reduced gradient. Valid contributions never give more than a quarter of this limit, even
+in a tied matrix (a rounded sum of two gradients)."""
 
 
 class Vectors:
@@ -42,7 +42,7 @@ class Vectors:
         self._recycling = Recycling()
         self.sums = tuple(sums)
         self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
-        """Format of a reduced gradient that is sent; its numbers have been rounded to this format before."""
+        """Format in which reduced gradients are sent, without loss: their numbers are rounded to it already."""
         self._mean_dtype = DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
         """Bytes per number in `mean_form`."""

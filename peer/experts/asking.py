@@ -1,5 +1,5 @@
-"""Sends a holder of experts tokens, or the report that a run of a microbatch has ended, until it answers or another
-holder is the better choice."""
+"""Sends tokens, or the report that a run of a microbatch has ended, to a holder of experts, until the holder answers or
+another one is the better choice."""
 
 import asyncio
 import itertools
@@ -19,7 +19,7 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds until a frame is sent again: the frame or its answer may be lost. After the last, another holder is tried."""
+"""Seconds until a frame is sent again: the frame or its answer may be lost. Then another holder is tried."""
 _LOOK_S: Final = 0.5
 """Seconds between two checks for slow holders."""
 
@@ -100,7 +100,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` that a run of a microbatch has ended. Return True if it has counted the microbatch."""
+        """Report to `holder` the end of a run of a microbatch. Return True if the holder has counted the microbatch."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))
@@ -121,7 +121,7 @@ class Asking:
         return False
 
     def give_up(self, peer: PeerID) -> None:
-        """Stop waiting for the answers of a peer that is lost or has lost its experts."""
+        """Stop waiting for the answers of a peer that is lost or no longer holds its experts."""
         for asked in self._asked.values():
             if asked.holder == peer:
                 asked.give_up()

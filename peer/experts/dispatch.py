@@ -51,7 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert -> incarnation (grows at each restart) of its place in the PresenceUpdate, ready or not."""
+        """Holder -> expert (ready or not) -> incarnation (grows at each restart), by the holder's PresenceUpdate."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
@@ -132,13 +132,12 @@ class ExpertDispatch:
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
-        """Tell the holders that the microbatch's backward is done. Args: retried: the microbatch may have run
-        before."""
+        """Tell the holders that the microbatch's backward is done. Args: retried: it may have run before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
     def abandon(self, passage: Passage) -> None:
-        """Drop a run of a microbatch, because nobody needs its result any more."""
+        """Drop a run of a microbatch, because no peer needs the result any more."""
         for expert, part in passage.parts.items():
             self._release(expert, part)
 

@@ -11,9 +11,9 @@ from shoal.protocol.identity import PeerID
 
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
-"""The time limit, as a multiple of the longest recent answer time (seldom less than a step) of other holders."""
+"""A holder's time limit, as a multiple of the other holders' longest recent answer time (seldom below a step)."""
 APART = 20.0
-"""A slow holder is avoided for this multiple of the time that it cost: retrying it costs at most 1/20 of all time."""
+"""A slow holder is avoided for this multiple of the time that it cost: retrying it takes at most 1/20 of all time."""
 
 
 @dataclass(slots=True)

@@ -1,11 +1,11 @@
 """Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
-Often a member that is behind only has to wait: its pieces are on their way, and the whole gradient in float32 has eight
-times the bytes of a round in 4 bits. So such a member first asks one member that owes it a piece, and believes the
-answer. If the round stands still, the members that are behind may follow a later attempt than the finished one, and
-wait for pieces from each other that never come. In this case the member asks all members that owe it pieces. It waits
-only if one of them answers that its pieces have not left yet (on a slow line pieces stand behind activations for
-minutes); otherwise only a member past the step can help.
+A member that is behind often only has to wait for pieces that are on their way; the whole gradient in float32 has eight
+times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
+round stands still, the members that are behind may follow a later attempt than the finished one, and wait for pieces
+from each other that never come. Then a member asks all members that owe it pieces. It goes on waiting only if one of
+them answers that the pieces have not left yet (on a slow line pieces stand behind activations for minutes); otherwise
+it fetches the gradient from a member past the step.
 """
 
 import asyncio
@@ -33,8 +33,8 @@ logger = logging.getLogger(__name__)
 
 
 Answer = Literal["taken", "on its way", "nothing"]
-"""The result of a request. Taken: the gradient has arrived. On its way: pieces of its round are on their way to us
-instead. Nothing: the other member does not have the gradient yet."""
+"""The result of a request. Taken: the gradient has arrived. On its way: the round's own pieces are still being sent to
+us. Nothing: the other member does not have the gradient yet."""
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces as they travelled; empty if some piece came as exact numbers, of which no bytes are kept."""
+        """All pieces as they travelled; empty if some piece came as exact numbers: their bytes are not kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 

@@ -69,8 +69,8 @@ class Pieces:
     def send_mean(
         self, target: PeerID, stage: int, step: int, mean_N: Tensor, pieces: tuple[MeanPiece, ...] = ()
     ) -> None:
-        """Send a reduced gradient, float32 [N], in the background. Args: pieces: the same gradient as encoded by its
-        round; if not empty, send these bytes instead of encoding the numbers again."""
+        """Send a reduced gradient, float32 [N], in the background. Args: pieces: the gradient as encoded by its round;
+        if not empty, these bytes are sent, and the numbers are not encoded again."""
         self._tasks.spawn(self._send_mean(target, stage, step, mean_N, pieces), "catch-up")
 
     async def _send(

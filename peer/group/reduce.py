@@ -85,7 +85,7 @@ class Reduction:
         self._rank = self._peers.index(me)
         counts = [indices_from(member.indices, count=microbatches).bit_count() for member in start.members]
         self._contributors = {peer: count for peer, count in zip(self._peers, counts, strict=True) if count}
-        """Peer -> number of its microbatches, by rank."""
+        """Contributing peer -> number of microbatches in its sum, in rank order."""
         # A learner owns no part: the owner of a part must make the step itself, since the others rely on that.
         owning = [0.0 if member.peer in start.learners else member.bandwidth for member in start.members]
         self._bounds = part_bounds(owning, size)
@@ -94,7 +94,7 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> encoded bytes of a finished chunk in few bits: to encode the mean again would round it
+        """First element -> encoded bytes of a finished chunk in few bits: encoding the mean again would round it
         again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
@@ -157,8 +157,8 @@ class Reduction:
         return self._is_due(start)
 
     def adding(self, chunks: Iterable[int]) -> Callable[[], set[PeerID]]:
-        """Return a function that adds up these chunks and returns the contributors that it left out for invalid
-        numbers. After its run, call `added`."""
+        """Return a function that adds up these chunks, without contributions that have invalid numbers, and returns the
+        peers that sent such contributions. Call `added` after the function has run."""
         work = [(chunk, self._arrived.pop(chunk, {})) for chunk in chunks]
         self._under_way.update(chunk for chunk, _ in work)
 

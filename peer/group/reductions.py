@@ -43,7 +43,7 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> encoded pieces of its reduced gradient, if its round sent few bits: an eighth of the bytes."""
+        """Step -> encoded pieces of its reduced gradient, if the round used few bits: an eighth of fp32's bytes."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -58,7 +58,7 @@ class Reductions:
         return self._rounds.get(step)
 
     def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor | None], EarlyPieces]:
-        """Take part in a round. Return (reduction, a function that makes our own sum, early pieces)."""
+        """Take part in a round. Return (our side of it, a function that makes our own sum, pieces that came early)."""
         core, runtime = self._core, self._runtime
         self._forget_means(core.version, last=core.are_past(core.version - 1))
         mine = next(member.indices for member in start.members if member.peer == core.me)
@@ -93,7 +93,8 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it; None: fetched; pieces: its encoded pieces."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: it was fetched; pieces: its encoded
+        pieces."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -113,16 +114,16 @@ class Reductions:
         return mean_N
 
     def reached(self, version: int) -> RoundStart | None:
-        """Record that we have stepped to `version` or loaded its state; call it before the core is told. Return the
-        round whose result made this step; None: there was none."""
+        """Record that we have stepped to `version` or loaded a state of it; call this before the core hears of it.
+        Return the round that gave this step's gradient; None: there was none."""
         self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
         self.early.forget_before(version, group_peers=(*self._core.group_peers, *self._core.draining))
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays. Keep the gradient of step `version` - 1
-        unless `last`."""
+        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
+        `last`."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -140,8 +141,7 @@ class Early:
 
     Another member may hear of a round before we do. A member can make up rounds, so pieces are kept only for the latest
     few rounds of each sender. A dropped piece costs an honest member seconds: its round stands still, and it sends the
-    piece again (`Pressing`). Step numbers have no bound: a member with a slow device takes part in rounds far ahead of
-    its version.
+    piece again (`Pressing`). Step numbers have no bound: a slow device's rounds may be far ahead of its version.
 
     Args: pieces_max: the most pieces that one member sends another in a round.
     """
@@ -191,7 +191,7 @@ class Early:
 PRESS_S = 5.0
 """Seconds without progress after which a round must have lost a message, or its pieces wait behind activations."""
 BELIEVED_S = 120.0
-"""Seconds after the last piece until we stop believing members that their pieces have not left: they may lie."""
+"""Seconds after the last piece for which we believe members that say that their pieces have not left: they may lie."""
 
 
 @dataclass(slots=True)
@@ -232,9 +232,9 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""Seconds in which a learner that went away must be back, with weights loaded and its layers at the group's version."""
+"""A learner that went away must be back in so many seconds, with weights loaded, its layers at the group's version."""
 STEPS_MAX: Final = 4
-"""Gradients of this many steps at most are kept for absent learners (in float32), as for the next layout's peers."""
+"""The gradients (float32) of at most this many steps are kept for absent learners, as for the next layout's peers."""
 
 
 class AbsentLight:
@@ -248,7 +248,7 @@ class AbsentLight:
     def __init__(self) -> None:
         self._light: set[PeerID] = set()
         self._gone: dict[PeerID, tuple[int, float]] = {}
-        """Learner -> (first step whose gradient it may lack, time at which we saw that it had gone)."""
+        """Learner -> (first step of which the learner may lack the gradient, time at which we saw that it had gone)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
         """Return the first step of which an absent or just returned learner may still request the gradient.

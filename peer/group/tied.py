@@ -9,9 +9,9 @@ clipped by its own norm, so the matrix stays equal. If one stage is both ends, i
     -> `TiedOffer` and frames `TiedChunk` -> the sum -> all members of the other end have it, too -> step
 
 **One result a step.** A gradient that the other end has received cannot be taken back. But if a member dies after its
-round has ended, its group reduces again without it, to other bits. So a member whose round has ended first tells the
-other members of its group (`RoundEnded`). A member that has acknowledged this joins no other attempt at that step while
-the sender lives: it ends the same round, too, or catches up after the sender's step. When all living members have
+round has ended, its group reduces again without it, to other bits. So when a member's round has ended, the member first
+tells the others of its group (`RoundEnded`). A member that has acknowledged this joins no other attempt at that step
+while the sender lives: it ends the same round, too, or catches up after the sender's step. When all living members have
 acknowledged, the gradient may leave the group. If all members with the result then die, the group reduces again; but if
 the other end has already added the dead members' gradient, the group steps the matrix with that sum.
 
@@ -51,10 +51,11 @@ _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
 """Seconds that a request waits for its answer. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
-"""A member refuses a request of the other end if its own round does not end within this time, so that the sender can
-ask another member, which may be further ahead."""
+"""A member refuses a request of the other end (last or first stage) if its own round does not end within this time, so
+that the sender can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
-"""A member of the other end that has been silent for this long is assumed to get the sum from its group."""
+"""A member of the other end (last or first stage) that is silent for so long is assumed to get the sum from its
+group."""
 
 
 @dataclass(slots=True)
@@ -73,7 +74,7 @@ class _Given:
     """The gradient of the matrix that one end sends to the other end."""
 
     values_n: Tensor
-    """The gradient, float32 [n], with the values that the receiver decodes."""
+    """The gradient, float32 [n], rounded to the values that the receiver decodes."""
     form: WireFormat
     is_whole: bool
     """True for the sum of both ends' gradients, False for one end's."""
@@ -87,7 +88,7 @@ class _Fetch:
     serial: int
     missing: set[int]
     pieces: dict[int, Payload] = field(default_factory=dict)
-    """First element -> bytes. Pieces are decoded last: the offer that names their format may come after them."""
+    """First element -> a piece's bytes, decoded last: the offer that names the format may come after the pieces."""
     is_lost: bool = False
     more: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -129,7 +130,7 @@ class TiedGradient:
         self._size = self._spans[0].stop - self._spans[0].start
         self._promises: dict[int, _Promise] = {}
         self._given: dict[int, _Given] = {}
-        """Step -> the gradient that the other end may fetch."""
+        """Step -> our gradient of the matrix, or both ends' sum, for the other end (last or first stage) to fetch."""
         self._news = asyncio.Event()
         """Set, and replaced by a new event, after each change for which a request may wait."""
         self._fetches: dict[int, _Fetch] = {}
@@ -191,7 +192,7 @@ class TiedGradient:
                 self._begin(promise.put_off)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Record that a member no longer has its results: it is gone or has restarted."""
+        """Record that a member is gone or has restarted, and so has lost the results of its rounds."""
         for promise in self._promises.values():
             promise.told_by.discard(peer)
 
@@ -247,7 +248,7 @@ class TiedGradient:
             self._on_whole(whole_N, start)
 
     def _is_open(self, step: int) -> bool:
-        """True if we have not made the step. (A round may end before we reach its step: its leader may be ahead.)"""
+        """True if we have not made the step. (A round may end before we reach its step, if its leader is ahead.)"""
         return self._core.version <= step
 
     # The following methods change a copy of a reduced gradient: other members may still need pieces of the original.

@@ -32,9 +32,9 @@ _REFUSED_S = 1.0
 """Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
 is fetching for itself."""
 _OTHERS_S_FIRST = 2.0
-"""Seconds for which a holder is not asked for ranges that group peers or carriers should bring. Its first range shows
-how long it takes to send one range to each fetching peer; that time then replaces this value. If it were asked sooner,
-it would send the same bytes twice; if a layer has few ranges, all fetching peers wait for its uplink."""
+"""Seconds for which we do not ask a holder for ranges that group peers or carriers should bring: otherwise the holder
+would send the same bytes twice, and if a layer has few ranges, all fetching peers would wait for the holder's uplink. A
+measured time replaces this value once the holder has sent us a range (`_leaves_to_others_s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,12 +110,12 @@ class StateFetcher:
         self._group_peers: set[PeerID] = set()
         """Reachable group peers, which fetch the same layers as we do."""
         self._carriers: list[PeerID] = []
-        """Peers to ask to fetch ranges from a single holder for us."""
+        """Peers that we ask to fetch ranges from a holder and send them on to us."""
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if group peers or carriers brought a part of it; False if it has failed its check, so that we
-        must request all of it from its holders."""
+        """Layer -> True if we have asked group peers or carriers for a part of the layer, or kept a part from an
+        earlier fetch; False if the layer then failed the check of its digest, so that we now ask only its holders."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -276,7 +276,7 @@ class StateFetcher:
     # --- the bytes ---
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
-        """Fill the tensors of `keys`. A holder that fails is removed from the sources of all layers."""
+        """Fill the tensors of `keys`. A holder that fails is asked for no layer any more."""
         left = dict.fromkeys(wanted for key in keys for wanted in self._ranges_of(key))
         while left:
             orphan = next((wanted.key for wanted in left if not self._sources[wanted.key]), None)
@@ -343,7 +343,8 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a group peer bring the ranges that it owns, or a carrier the ranges of a single holder."""
+            """Have a group peer bring the ranges that it owns, or a carrier (it fetches for us) those of a single
+            holder."""
             next_wanted = self._next_alone if carries else self._next_of_group_peer
             while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True
@@ -429,7 +430,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` with only one holder, which sends us the first ones; None: there is none."""
+        """Return the last range in `todo` that only one holder has (we ask it for the first ones); None: no range."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -438,7 +439,7 @@ class StateFetcher:
         return None
 
     def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return for how many seconds `holder` is asked for no range that group peers or carriers should bring."""
+        """Return for how many seconds we do not ask `holder` for ranges that group peers or carriers should bring."""
         took_s = self._took_s.get(holder)
         return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
 

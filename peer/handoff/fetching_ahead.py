@@ -9,7 +9,7 @@ then compares replayed layers with the holders' digests; a layer that differs is
 are dropped if a later plan drops the next layout.
 
 The layers lie in the host's memory. A peer fetches nothing ahead if its free memory is less than twice their size, or
-if the run places experts on their own.
+if the run places experts on peers of their own.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""Replay fewer layers if one of them is this many steps behind its holder, and if during this many steps of the holder
-too few gradients have come for all replayed layers."""
+"""Fewer layers are replayed once one of them is this many steps behind its holder, and too few gradients for all
+replayed layers have come while the holder made as many steps."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class _Source:
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long that its holder had dropped the gradients for replaying the steps since. If that
-    happens twice in a row, no further layer is fetched: it would only take bandwidth from training."""
+    """The last layer took so long that its holder had dropped gradients that we need to replay the steps made
+    meanwhile. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None
@@ -215,8 +215,8 @@ class FetchingAhead:
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
         """Make one step of the layer `key` that its holder has made already. If the holder no longer keeps the
-        gradient, drop all layers at that version. They are fetched again from another holder, unless this has happened
-        before."""
+        gradient, drop all layers at that version. They are fetched again from another holder, unless this happened last
+        time, too."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)

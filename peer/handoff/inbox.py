@@ -35,7 +35,7 @@ RANGE_TIMEOUT_S = 60.0
 request or a chunk may be lost; a holder that is still sending the range does not send it twice."""
 
 _Key = tuple[PeerID, int, int, str, int, int]
-"""Sender, stored era, version, layer key, tensor, first element."""
+"""The name of an expected chunk: (sender, stored era, version, layer key, tensor, first element)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class ChunkInbox:
 
 async def _ask_until_here(ask: Callable[[], Awaitable[Done]], events: Sequence[asyncio.Event]) -> None:
     """Send the request, and repeat it every `RANGE_TIMEOUT_S`, until all events are set. Earlier requests stay open,
-    because cancelling one stops its transfer. Raises: the errors of `ask`."""
+    because cancelling a request stops the transfer. Raises: the errors of `ask`."""
     loop, asking = asyncio.get_running_loop(), set[asyncio.Future[Done]]()
     here = asyncio.gather(*(event.wait() for event in events))
     try:

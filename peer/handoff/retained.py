@@ -12,17 +12,17 @@ from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
-"""Number of the latest steps to keep, however large. Three steps' gradients are as large as the state, so a peer that
-lacks more fetches the state; a fourth step may end while the first one's gradient is being sent."""
+"""This many last steps' gradients are kept, however large. Three are as large as the state, so a peer that lacks more
+fetches the state instead; a fourth step may end while the first one's gradient is being sent."""
 
 
 class GradientLog:
     """The reduced gradients of recent steps, for all groups of one peer, in one era (the versions since the last
     roll-back or repartitioning).
 
-    When a layout is about to end, the peers of the next one prepare to hold its layers. Such a peer fetches a layer at
-    its present version and replays each later step. For a step it needs only that layer's part of the reduced gradient.
-    A gradient is kept until each such peer has replayed it.
+    When a layout is about to end, each peer of the next one fetches the layers that it will hold, each at the present
+    version, and replays the later steps. A step of a layer needs only that layer's part of the reduced gradient. A
+    gradient is kept until each such peer has replayed the step.
     """
 
     def __init__(self) -> None:
@@ -32,7 +32,7 @@ class GradientLog:
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the version of the oldest gradient that it still needs, by its requests."""
+        """Replaying peer -> the version of the oldest gradient that the peer still needs, judged by its requests."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:
@@ -114,7 +114,8 @@ class RetainedLayers:
         return self._layers if self._at == (era, version) else {}
 
     def follow(self, plan: Plan) -> None:
-        """Forget the kept layers once `plan` neither ends nor begins at their version: all peers have them."""
+        """Forget the kept layers once the plan's layout neither begins nor ends at their version: all peers have
+        them."""
         ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
         if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
             self._begin((-1, 0))

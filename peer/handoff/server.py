@@ -3,8 +3,9 @@
 The requested version is pinned: kept for as long as peers ask for it (state is immutable, so a pin is a reference), and
 served in ranges. Training does not stop meanwhile: holders go on committing, and keep the reduced gradients of the
 steps after the oldest version that a newcomer fetches, so that the newcomer can replay these steps. A peer that keeps a
-copy does not replay steps: at a step a second, the gradients of a long transfer would be many times the state. An
-optimizer step destroys a state that is not pinned, so a request that comes during a step waits for the next version.
+copy does not replay steps: at a step a second, the gradients of a long transfer's steps would be many times as large as
+the state. An optimizer step destroys a state that is not pinned, so a request that comes during a step waits for the
+next version.
 
 A peer that prepares for the next layout (`StateRequest.ahead`) fetches layer by layer. During training these layers are
 sent at the lowest priority; once the layout has ended, the whole run waits for them, and they are sent at the priority
@@ -52,7 +53,7 @@ _GRADIENT_WAIT_S = 4.0
 _CARRIED_MAX = 4
 """The most ranges that this peer fetches for other peers at once."""
 _STEP_WAIT_S = 2.0
-"""The longest time that a request waits while its layers step; after it the requester has to ask again."""
+"""The longest time that a request waits while the requested layers step; then the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
 """The longest time that a request waits for a range that we are fetching; then its sender may ask another peer."""
 _LOOK_S = 0.005
@@ -61,7 +62,7 @@ _FIRST_STEP_S = 60.0
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
-"""(stored era, or a number in its place such as `TRAINED`; version)."""
+"""The name of a pinned version: (stored era, or a number in its place such as `TRAINED`; version)."""
 
 
 class _Pin:
@@ -139,11 +140,12 @@ class StateServer:
         """Our own fetches; other peers may ask for the ranges that have arrived."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
-        """(requester, range) being sent -> result: True once all of it was sent, False if that failed."""
+        """(requester, range that we are sending it) -> result: True once all of the range was sent, False if that
+        failed."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
         """(holder, range) that we are fetching for other peers."""
         self._newcomers: dict[PeerID, float] = {}
-        """Newcomer -> time until which it is known as one. A peer that asks for the newest version is a newcomer; its
+        """Newcomer -> time until which we count the peer as a newcomer, because it asked for the newest version: its
         later requests name a version, and the plan that places it may reach us late."""
         self.initial: InitialWeights | None = None
         """The run's initial weights, or the base of adapters; None: this peer does not have them."""
@@ -191,7 +193,7 @@ class StateServer:
         self._copies = {copy for copy in self._copies if copy[2] not in keys}
 
     def forget_weights(self, keys: Collection[str]) -> None:
-        """Drop the bf16 weights of these layers: their group has no learner now."""
+        """Drop the bf16 weights of these layers, because the group that holds the layers has no learner now."""
         for at in [at for at, pin in self._pins.items() if at[0] == WEIGHTS and not pin.layers.keys().isdisjoint(keys)]:
             del self._pins[at]
 
@@ -235,7 +237,7 @@ class StateServer:
         return pin
 
     def _has_room(self, key: _Key, layers: Iterable[LayerState]) -> bool:
-        """True if the limits for pinned versions let us keep this one at another peer's request."""
+        """True if the limits for pinned versions let us keep version `key` at another peer's request."""
         counted = (at for at, pin in self._pins.items() if pin.is_asked_for and at[0] not in (INITIAL, WEIGHTS))
         others = [self._pins[at] for at in counted if at != key]
         kept = (layer for pin in others for layer in pin.layers.values())
@@ -288,7 +290,7 @@ class StateServer:
 
     async def _stored(self, message: StateRequest) -> dict[str, LayerState]:
         """Return those of the requested layers that this peer has at the requested version: kept from the layout
-        before, or else read from a snapshot on its disk."""
+        before, or else read from a snapshot on this disk."""
         era, version = message.stored_era, message.version
         kept = self._retained.read(era, version)
         found = {key: kept[key] for key in message.layers if key in kept}
@@ -426,8 +428,7 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
-        """Fetch a range from its holder `via` for the peer `source`, and send it on; refuse while we fetch
-        ourselves."""
+        """Fetch a range from its holder `via` for `source`, and send it on; refuse while we fetch ourselves."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._plans.knows(source) or not self._plans.knows(via) or is_fetching:

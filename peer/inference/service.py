@@ -238,7 +238,7 @@ class InferenceService:
             await asyncio.sleep(0.05)
 
     async def _keep(self, replica: StagePart, runtime: StageRuntime) -> tuple[int, FixedStage]:
-        """Keep the weights of the committed version. A job takes them, so that no step changes them meanwhile."""
+        """Keep the weights of the committed version. Take them within a job, so that no step changes them meanwhile."""
         known = self._sessions.fixed(runtime.version, replica.layers, self._clock.now_s())
         if known is not None:
             return runtime.version, known

@@ -74,7 +74,7 @@ class Sessions:
         self._fixed[version] = _Fixed(stage, layers, now_s)
 
     def begin(self, session: Session, version: int, stage: FixedStage, num_bytes: int, now_s: float) -> None:
-        """Begin a session, anew if it exists. If there are too many sessions, those unused for longest are dropped."""
+        """Begin a session, anew if it exists. If there are too many, the sessions unused for longest are dropped."""
         self._known.pop(session, None)
         while self._known and (
             len(self._known) >= SESSIONS_MAX

@@ -65,7 +65,7 @@ class _Link:
     is_shared: bool = False
     """Another link was sending at the same time since the last sample."""
     mark: int = 0
-    """Value of `LinkMeter._num_mixed` when this link last began to send or was checked."""
+    """Value of `LinkMeter._num_mixed` when this link last began to send, or was last checked for other traffic."""
     chunk_at_s: float | None = None
     num_sending: int = 0
     num_failed: int = 0

@@ -34,7 +34,7 @@ class LinkProbing:
         self._is_card_known = False
         """The network card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
-        """Time when the coordinator last said that the run is slower than its figures explain."""
+        """Time when the coordinator last said that the run is slower than the measured figures explain."""
 
     @property
     def bytes_per_s(self) -> float:

@@ -18,9 +18,9 @@ class MicrobatchPayloads:
     """The payloads of one microbatch."""
 
     input: Payload | None = None
-    """The activation, from its arrival until the forward. If it arrives again, the second one is not kept."""
+    """The activation, from its arrival until the forward. A second copy that arrives is not kept."""
     output: Payload | None = None
-    """The next payload to send. An activation stays until its gradient is back: it may have to be sent again."""
+    """The next payload to send. An activation stays until its gradient is back, so that it can be sent again."""
     gradient: Payload | None = None
     """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
@@ -28,7 +28,7 @@ class MicrobatchPayloads:
     passage: Passage | None = None
     """The microbatch's run through experts on other peers, from its forward to its backward; None: not begun."""
     is_wanted: bool = True
-    """False: our group has the microbatch's gradient already, and the backward runs only for the stages before ours."""
+    """False: our group already has the microbatch's gradient, and the backward runs only for the stages before ours."""
 
 
 class ActivationStore:

@@ -31,7 +31,7 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""Fraction of the departure's time that a halt may take. In its second half we ask to give up the step under way."""
+"""Fraction of the departure's time for the halt. In the halt's second half we ask to give up the step under way."""
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
@@ -53,7 +53,7 @@ class Departure:
         self._plans, self._parts, self._neighbours = services.plans, services.parts, services.neighbours
         self._reports = services.reports
         self._saves: dict[PeerID, tuple[Plan, set[int]]] = {}
-        """Peer -> (the plan at its first `Save`, the versions that we have saved for it since)."""
+        """Leaving peer -> (the plan at its first `Save` request, the versions that we have saved for it since)."""
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""

@@ -131,7 +131,7 @@ class ExpertMembership(GroupMembership):
         self._s.experts.wake()  # waiting requests are refused
 
     def depart(self, plan: Plan) -> None:
-        """Follow a plan that no longer names us while we drain: its leader must be able to close our last rounds."""
+        """Follow a plan that no longer names us while we drain: the leader under that plan closes our last rounds."""
         if self.is_place_of(plan):
             self.follow(plan)
 

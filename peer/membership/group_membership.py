@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
 _CHUNKS_AT_ONCE: Final = 8
-"""Chunks that another thread adds up in one call: a thread switch for each would cost as much as adding it."""
+"""Chunks that another thread adds up in one call: a thread switch for each chunk would cost as much as the addition."""
 
 
 def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss: bool) -> GroupCore:
@@ -320,7 +320,7 @@ class GroupMembership(ABC):
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """Record that a peer has restarted. If it is in our group, its Progress may have told us already."""
+        """Record that a peer has restarted. A Progress message of a peer of our group may have told us already."""
         self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
@@ -329,7 +329,7 @@ class GroupMembership(ABC):
 
     def pause(self, *, at_once: bool) -> None:
         """Accept no new microbatches and return those that are here, but stay in the group: our contributions are still
-        reduced. Args: at_once: also return microbatches after their forward; False: make their backwards first."""
+        reduced. Args: at_once: also return microbatches after their forward; False: run their backwards first."""
         self.handle(events.Paused(at_once))
 
     def resume(self) -> None:
@@ -483,7 +483,7 @@ class GroupMembership(ABC):
         self._accuse(peer, f"step {step}: {whose} {numbers}: {what_comes_of_it}")
 
     def _accuse(self, peer: PeerID, why: str) -> None:
-        """Report a peer whose messages are of no use to the group. The same peer is logged and reported once."""
+        """Report a peer with messages that are of no use to the group. Each peer is logged and reported only once."""
         if peer in self._unsound:
             return
         self._unsound.add(peer)
@@ -607,7 +607,7 @@ class GroupMembership(ABC):
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the earliest step whose reduced gradient a replaying peer, or a layer that we fetch, still needs."""
+        """Return the earliest step of which a replaying peer, or a layer that we fetch, still needs the gradient."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())

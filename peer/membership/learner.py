@@ -49,8 +49,8 @@ _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
 """Seconds between requests to holders, which may be stepping or signing their state."""
 _STILL_S = 60.0
-"""A round of which no new piece has come for this long is given up. On slow lines a member's pieces wait for minutes
-behind activations, but pieces come from several members."""
+"""A round is given up if no new piece of it has come for so many seconds. On slow lines a member's pieces wait for
+minutes behind activations, but pieces come from several members."""
 _PATIENCE_S = 300.0
 """Seconds that fetching one range of a tensor may take: the holder may first send the pieces of a round for minutes."""
 _LOOK_S = 0.1
@@ -138,7 +138,7 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step whose reduced gradient is still needed by a layer that is here or being fetched."""
+        """Return the first step of which a layer that is here, or being fetched, still needs the reduced gradient."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---

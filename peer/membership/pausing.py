@@ -19,7 +19,7 @@ from shoal.peer.presence.parts import Parts
 from shoal.protocol.ports import Clock
 
 BACKWARDS_S: Final = 0.5
-"""Seconds of a pause in which gradients still get their backward: a peer with jobs below 0.5 s is idle within 1 s."""
+"""First seconds of a pause, in which backwards still begin: a peer with jobs below 0.5 s is idle within 1 s."""
 HOLDS_PLACE_S: Final = 10.0
 """Seconds for which a paused peer keeps its place: a shorter pause causes no new plan and no transfer of state."""
 

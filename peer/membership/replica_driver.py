@@ -387,8 +387,8 @@ class Replica(GroupMembership):
         self.runtime.travel_as(cuts.get(self.stage, self._widest), cuts.get(self.stage - 1, self._widest))
 
     def depart(self, plan: Plan) -> None:
-        """Follow a plan that no longer names us while we drain: its leader must be able to close our last rounds, and
-        the next stage's holders must accept the activations that we still send."""
+        """Follow a plan that no longer names us while we drain: the leader under that plan must be able to close our
+        last rounds, and the next stage's holders must accept the activations that we still send."""
         if self.stage < len(plan.stages):
             self.follow(plan)
 

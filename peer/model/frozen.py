@@ -154,7 +154,7 @@ class FrozenLayer:
     vectors: Mapping[str, Tensor]
     """Norms and biases, in `dtype`."""
     dtype: torch.dtype
-    """The dtype in which jobs compute."""
+    """The dtype in which forward and backward compute."""
 
     @classmethod
     def of(cls, spec: RunSpec, key: str, stored: Tensor, *, device: torch.device, dtype: torch.dtype) -> "FrozenLayer":

@@ -39,7 +39,7 @@ class Leg:
     schedule: str
     decay_steps: int | None
     climbs_from: float
-    """The rate of the step before `begins`; 0 at the start of the run."""
+    """The learning rate of the step before `begins`; 0 at the start of the run."""
     top: float
     """The highest rate of the leg, as a share of the peak."""
     top_at: int

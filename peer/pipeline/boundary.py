@@ -51,7 +51,8 @@ class Boundary:
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
         """Return the loss of the head `params`, in nats a token, times the microbatch's weight. The loss is NaN if the
-        previous stage sent a weight or target out of range: torch would raise or lose its GPU context."""
+        previous stage sent a weight or target out of range: such a value would make torch raise, or lose its GPU
+        context."""
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
         if labels.counted is None:

@@ -50,7 +50,8 @@ class Summed:
 class Contributions:
     """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
 
-    Args: corrects: the strategy corrects sums for stale weights; so return each sum with the places of its gradients.
+    Args: corrects: the strategy corrects sums for stale weights, so a sum is returned with its `Places` (those
+        weights).
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:

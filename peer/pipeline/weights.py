@@ -146,7 +146,7 @@ class Weights:
         return sets[state.version]
 
     def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
-        """True if the strategy uses gradients, and enough new ones have come since it made `weights` for `step`."""
+        """True if the strategy uses gradients, and enough new ones have come since `weights` was made for `step`."""
         if not self._sees:
             return False
         num_seen = self._num_seen(state, step)

@@ -30,8 +30,8 @@ class Life:
 
     @property
     def incarnation(self) -> int:
-        """Number of our present replica, by which other peers tell it from our earlier ones. Each replica, like each
-        process, begins without state."""
+        """Number of our present replica, by which other peers tell this replica from our earlier ones. Each replica,
+        like each process, begins without state."""
         return self._endpoint.incarnation + self._num_begun
 
     def begin_anew(self) -> int:

@@ -28,8 +28,8 @@ class Watcher:
     on_state: Callable[[int, StageState], None] | None = None
     """Gets (group, state) each time that the peer has made a step or loaded a state."""
     on_end: Callable[[], None] | None = None
-    """Called when a heartbeat should go out at once: a group of ours has reached the layout's last version, for which
-    the run stands still, or we have signed a state."""
+    """Called when a heartbeat should go out at once: our group has reached the layout's last version (the run stands
+    still until all have), or we have signed a state."""
     say: Callable[[str], None] = logger.info
     """Shows a sentence to the person at this machine."""
 

@@ -17,12 +17,12 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""Digests are compared without that of a member more versions behind than this: its device is slow."""
+"""A round's digests are compared without a member that is more than this many versions behind: its device is slow."""
 MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""
 MUTE_AT_THE_END_S = 0.3
-"""Shorter time in place of `MUTE_S` after the layout has ended: once the next begins, these commits do not count."""
+"""Replaces `MUTE_S` once the layout has ended: commits not compared before the next layout begins do not count."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -106,7 +106,7 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` to compare now: each member has sent a digest, is gone, or is late.
+        """Return the rounds up to `version` to compare now: in them each member has sent a digest, is gone, or is late.
 
         A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.

@@ -16,7 +16,7 @@ from shoal.protocol.plan import Member
 def voters(
     members: Sequence[Member], newcomer: PeerID, *, reported_empty: Collection[PeerID], draining: Sequence[PeerID]
 ) -> tuple[PeerID, ...]:
-    """Return the peers of which more than half must have signed the state that `newcomer` fetches.
+    """Return the voters: more than half of them must have signed a state before `newcomer` fetches it.
 
     The voters are the members older than the newcomer or, if there are none, those that came with it. If all of these
     report no state, the draining members vote. If none drains, the younger members vote: they alone may have the state
@@ -44,7 +44,7 @@ class Attestations:
     """The recent signatures of one group's holders."""
 
     _said: dict[int, dict[PeerID, tuple[str, bytes]]] = field(default_factory=dict)
-    """Version -> holder -> (root, the digest of the whole state; the holder's signature)."""
+    """Version -> holder -> (root: the digest of the whole state; the holder's signature of this digest)."""
 
     def heard(self, holder: PeerID, version: int, root: str, signature: bytes) -> None:
         """Record a signature. Keep the latest `ATTESTATIONS_OF_ONE_MAX` versions of each holder."""

@@ -101,7 +101,7 @@ ScheduleCommand = Job | SendActivation | SendGradient | Contributed | Finished |
 
 @dataclass(frozen=True, slots=True)
 class SendClaim:
-    """Ask `leader` for up to `count` microbatches. At most one claim is open at a time."""
+    """Ask `leader` for up to `count` microbatches (a claim). At most one claim is open at a time."""
 
     leader: PeerID
     count: int
@@ -217,7 +217,8 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from it."""
+    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from
+    `peer`."""
 
     peer: PeerID
     died: bool = False

@@ -61,8 +61,8 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage; `incarnation` numbers its starts in that stage. Members of its group may have
-    learnt of the restart already from its Progress."""
+    """`peer` has begun anew in its stage; `incarnation` numbers its starts there. Members of the peer's group may have
+    learnt of the restart already from a Progress message of the peer."""
 
     peer: PeerID
     incarnation: int
@@ -184,8 +184,8 @@ class TrafficPlanned:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """`peer`, of the next stage, accepts microbatches. If not `is_open`, it accepts no new ones, but will still return
-    the gradients that it owes."""
+    """`peer`, of the next stage, accepts microbatches; if not `is_open`, it accepts no new microbatches, but will still
+    return the gradients that it owes."""
 
     peer: PeerID
     is_open: bool = True
@@ -316,7 +316,8 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: nor may a begun step finish."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the open step is given up,
+    too."""
 
     source: PeerID
     at_once: bool
@@ -397,7 +398,7 @@ class Stepped:
     """We hold `version`, by a step or a fetched state. `digest`: digest of our state; None while we hold weights alone.
 
     `by`: the round that gave the gradient of our step; a higher round may have replaced it, if a member died after
-    sending its part. `gradient_norm`: norm of that gradient, for the ledger; None: we have fetched the state."""
+    sending its part. `gradient_norm`: norm of that gradient, for the coordinator; None: we have fetched the state."""
 
     version: int
     digest: str | None
@@ -409,7 +410,7 @@ class Stepped:
 
 @dataclass(frozen=True, slots=True)
 class StoodStill:
-    """The run has stood still for seconds: repeat messages that a member may have dropped when a peer was lost."""
+    """The run has stood still for some seconds: repeat messages that a member may have dropped when a peer was lost."""
 
 
 CommitEvent = (

@@ -74,7 +74,7 @@ class GroupCore(GroupView):
     catch_up_after_s: float = 1.0
     incarnation: int = 0
     _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
-    """Peer just promoted to full member -> the last step in whose round it may still be listed as a learner."""
+    """Peer just promoted to full member -> the last step with a round that may still list the peer as a learner."""
     _count: int = field(init=False, default=0)
     _announced_leader: PeerID | None = field(init=False, default=None)
     _behind_at_s: float = field(init=False, default=math.inf)
@@ -133,7 +133,7 @@ class GroupCore(GroupView):
         return [*self._leader_may_have_changed(now_s), *(ForgetMember(peer) for peer in gone)]
 
     def take_part(self, ready: bool, *, learner: bool = False, now_s: float) -> list[CommitCommand]:
-        """Begin to take part, with the group's state or, if `learner`, its weights alone. If not `ready`, stop."""
+        """Take part, with the group's state or, if `learner`, its weights alone; if not `ready`, stop taking part."""
         was_learner = self.is_learner
         self.set_ready(ready, learner=learner)
         self._note_whole(self.me, was_learner=was_learner)
@@ -227,8 +227,7 @@ class GroupCore(GroupView):
         """Remove a member's earlier incarnation if it now reports `incarnation`, in a Progress or a PresenceUpdate. A
         member that restarts too often is reported, and barred.
 
-        This opens no round. The caller tries to, after applying the rest of the message: the member may be ready
-        again."""
+        This opens no round. The caller may, after it has applied the rest of the message: the member may be ready."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
             commands = [ForgetMember(peer), *self._count_out(peer, now_s)]
@@ -251,7 +250,8 @@ class GroupCore(GroupView):
         return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """Remove an unreachable member if it drains. If it is not ready, do not wait for it to name a leader."""
+        """Remove an unreachable member if it drains. If the member is not ready, do not wait until it names a
+        leader."""
         if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:
@@ -465,8 +465,8 @@ class GroupCore(GroupView):
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Ask a member that is ahead for the gradient, and each time another one, since a member may be dead. Members
-        begin with different ones, so that not all ask the same member."""
+        """Ask a member that is ahead for the gradient, each time another member, since one may be dead. Members that
+        are behind begin with different members, so that not all ask the same."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []

@@ -10,18 +10,18 @@ from shoal.peer.replica.commands import AskRepair, CommitCommand
 from shoal.protocol.identity import PeerID
 
 STALL_STEPS = 2.0
-"""Suspect a loss after this many step times without a contribution. A needless request costs only time."""
+"""A loss is suspected after this many step times without a contribution; a needless repair costs only time."""
 STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
-"""Wait before the first request after a member has died: its last contributions may be unreported. The wait is short
-because a request costs one call: stage 0 does not run again what has not come back to it yet."""
+"""Seconds from a member's death to the first repair request: its last contributions may be unreported. The time is
+short because a request costs one call: stage 0 does not run again what has not come back to it yet."""
 STALL_S_BEGINNING = 3.0
-"""Wait before the first request when a generation (the training since a restore point) begins, or we enter it. The
-first microbatches have yet to pass all stages, and members report contributions up to a second late
+"""Seconds until the first repair request when a generation (the training since a restore point) begins, or we enter it.
+The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum wait before a request at stage 0, which would run again everything that is in the pipeline."""
+"""Minimum seconds until the group of stage 0 requests a repair: it would run again all that is in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -36,17 +36,17 @@ class Losses:
 
     microbatches: int
     is_first: bool = False
-    """Our stage is stage 0: most of what it lacks is in the pipeline, and it would run all of that again."""
+    """Our stage is stage 0, which would run again missing microbatches that are mostly still in the pipeline."""
     begins_at: int = 0
-    """First version since the restore point. Stage 0's leader makes all grants of that step: it knows all losses."""
+    """The restore point's version. Stage 0's leader makes all grants of the step there, so it knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
     """When to ask for everything that is missing, unless a contribution arrives before.
 
     This is late until a first step has shown how long steps take, but finite, since a new leader may never see such a
-    step. If work may be lost, it is sooner, and later requests come at growing intervals: stage 0 declines to repeat a
-    microbatch that is on its way back to it, but the peer that has this microbatch may be dead.
+    step. If work may be lost, the time is sooner, and later requests come at growing intervals: stage 0 declines to
+    repeat a microbatch that is on its way back to it, but the peer that has this microbatch may be dead.
     """
     _patience_s: float = field(init=False, default=STALL_S_FIRST)
     _version_since_s: float = field(init=False, default=0.0)
@@ -59,7 +59,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches granted to `peer`: it reported them, or we granted them (its report may be lost)."""
+        """Record microbatches granted to `peer`: the peer reported them, or we granted them (a report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 
@@ -77,7 +77,7 @@ class Losses:
         return {step for step, claims in self._claims.items() if peer in claims}
 
     def grown(self, now_s: float) -> None:
-        """A contribution has arrived: wait anew before suspecting a loss."""
+        """Record that a contribution has arrived, and wait anew before suspecting a loss."""
         self._grown_at_s, self.suspect_at_s = now_s, now_s + self._patience_s
 
     def stepped(self, version: int, *, by_a_step: bool, now_s: float) -> None:

@@ -248,7 +248,7 @@ class MembershipView:
         self.is_leader = self.leader == self.me and not self.doubtful
 
     def _stands_back(self, peer: PeerID) -> bool:
-        """True if the peer surely follows no other leader: it names us, or a peer that only an older plan names."""
+        """True if the peer surely follows no other leader: it names us, or it drains and names a peer that has left."""
         mate = self._known.get(peer)
         named = peer if mate is None or mate.names is None else mate.names
         return named == self.me or (peer not in self.group_peers and named != peer and not self.is_near(named))

@@ -70,8 +70,8 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """Seconds that a halt (no step begins) lasts unless the leaving member renews it; at most `HALTED_S_MAX` in all."""
 _STILL_STEPS = 2.0
-"""The run counts as standing still after this many step times without a step: then even repairs beyond the asker's
-share are admitted, since the work may really be lost."""
+"""The run counts as standing still after this many step times without a step: then even repairs beyond the share of the
+peer that asks are admitted, since the work may really be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member that is quicker than the plan assumes computes up to this multiple of its share, so that the step does not
@@ -93,8 +93,8 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A leaving member's request that no step begins. The record is kept after the halt ends, until that member has
-    been away."""
+    """A leaving member's request that no step begins. The record outlives the halt, until the member has been away, so
+    that it cannot ask for more time."""
 
     ends_s: float
     """The latest time at which the halt ends, with all renewals."""
@@ -108,7 +108,7 @@ class _Halt:
 
 @dataclass(kw_only=True, slots=True)
 class MicrobatchQueue:
-    """Claims, grants and repairs as one replica of stage 0 knows them, and, if it leads, its decisions on them.
+    """The claims, grants and repairs that one replica of stage 0 knows of, and its decisions on them if it leads.
 
     Args: book: the list of grants; group: our view of the group; demand: our schedule, which wants microbatches."""
 
@@ -125,16 +125,15 @@ class MicrobatchQueue:
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Member -> time at which it last contributed a microbatch that we had granted to it."""
     _flows_s: float | None = field(init=False, default=None)
-    """The time at which the first microbatch that we had granted was contributed. Before, stages may have waited for
-    their state."""
+    """The time at which the first of the microbatches that we granted was contributed. Before that, stages may have
+    waited for their state, so members are not blamed for the time."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> time from which the repairs that it asked for no longer exceed their share of all work
-    (`REPAIRED_SHARE`)."""
+    """Peer -> time until which the repairs that it asked for use up its share of all work (`REPAIRED_SHARE`)."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -147,7 +146,7 @@ class MicrobatchQueue:
     """Time to serve open requests for microbatches: the end of the event loop's turn in which something changed."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
-    """No microbatches are requested before this time."""
+    """No microbatches are requested before this time, because a claim has failed."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
@@ -243,7 +242,8 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Record a member's microbatches of `step`: those contributed (`indices`) and those granted, as bitmaps."""
+        """Record, from bitmaps, the microbatches of `step` that a member has contributed (`indices`) and was
+        granted."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -353,8 +353,8 @@ class MicrobatchQueue:
         return Answer(claim.call, Grant(items=items, steps_ahead=choice.steps_ahead, gain=choice.gain))
 
     def _serve(self, now_s: float) -> list[QueueCommand]:
-        """Answer each open claim with the microbatches that are due to its claimant; leave the claim open if none are
-        due. A claimant that is not ready waits: it is not known here yet, or was lost after it asked."""
+        """Answer each open claim with the microbatches that are due to the claimant; leave the claim open if none are
+        due. A claimant that is not ready waits: we do not know the peer yet, or it was lost after it asked."""
         if not self.group.is_leader:
             return []
         commands: list[QueueCommand] = []
@@ -534,7 +534,7 @@ class MicrobatchQueue:
         return [Answer(call, Halted(version=self.book.halt(at_once=at_once)))]
 
     def _end_halts(self, now_s: float) -> list[QueueCommand]:
-        """End the halts that were not renewed: a leaving peer renews its halt until it has gone."""
+        """End the halts that were not renewed. (A leaving peer renews its halt until the peer has gone.)"""
         for halt in self._halts.values():
             if halt.until_s <= now_s:
                 halt.until_s = -math.inf

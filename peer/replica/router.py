@@ -14,14 +14,14 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica is tried again after this multiple of its time: waiting for it costs 1/20 of all time."""
+"""A far too slow replica is tried again after this multiple of its time, so waiting for it costs 1/20 of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
 while the others finish the rest."""
 ALIKE = 0.05
-"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: otherwise a replica with a
-slightly larger share would get every microbatch that comes while none is outstanding."""
+"""Relative difference up to which loads count as equal. Measured shares have noise of 1.5 %: without this margin a
+replica with a slightly larger share would get every microbatch that comes while none is outstanding."""
 _GAIN = 0.25
 
 
@@ -84,7 +84,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each member's seconds per granted microbatch, from the grant or, if later, its last contribution."""
+    """Measures each member's seconds per microbatch, from its grant or, if later, the member's last contribution."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -171,7 +171,7 @@ class Router:
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return the replicas that have had no work for so long that one must be next, whatever its share."""
+        """Return the replicas that have had no work for so long that one of them must be next, whatever the shares."""
         idle, laggards = [], []
         for peer in candidates:
             if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):
@@ -182,8 +182,8 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return one of the replicas with the least outstanding work for their share: the one that was given the least
-        work for its share."""
+        """Return, of the replicas with the least outstanding work relative to their share, the one that has so far been
+        given the least work relative to its share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())

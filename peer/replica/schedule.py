@@ -79,7 +79,8 @@ class Flight:
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The peer of the next stage that owes us the gradient; None before it is sent and after the gradient is back."""
+    """The next stage's peer that owes us the gradient; None until we send the activation, and after its gradient is
+    back."""
     doubted: PeerID | None = None
     """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
     handed_back: bool = False
@@ -292,7 +293,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Put the microbatch into its state before the job. The driver has paused us: the microbatch goes back next."""
+        """Return the microbatch to its state before the job. The driver has paused us, so it is handed back next."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -363,8 +364,8 @@ class Schedule:
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
         """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
-        `successor` sent us. Activations of the successor may arrive before this event; they stay, since each is sent
-        only once."""
+        `successor` sent us. Activations of the successor that arrived before this event stay: each is sent only
+        once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

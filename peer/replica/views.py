@@ -63,7 +63,7 @@ class GroupView(MembershipView):
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
-        """Return the holders of which more than half must have signed a state before `newcomer` accepts it."""
+        """Return the voters: more than half of these holders must have signed a state before `newcomer` accepts it."""
         leaving = tuple(peer for peer in self.draining if peer not in self.learners)
         if self.ready and not self.in_plan and not self.is_learner:
             leaving = (*leaving, self.me)
@@ -74,7 +74,7 @@ class GroupView(MembershipView):
         return step in self._rounds.open
 
     def are_past(self, step: int) -> bool:
-        """True if all other members are ready and past `step`, so that none needs its gradient from us."""
+        """True if all other members are ready and past `step`, so that none needs the step's gradient from us."""
         others = (*self.group_peers, *self.draining)
         is_whole = len(self.ready_members) == len(self.group_peers)
         return is_whole and self._agreement.num_past(step, others) == len(others)

@@ -60,7 +60,7 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, and its computation here. Args: upwards: our membership in the group of its holders.
+    """One expert of a stage, and its computation here. Args: upwards: our membership in the expert's group.
 
     `version` changes only on the event loop's thread."""
 
@@ -202,11 +202,11 @@ class ExpertServer:
     def _check_near(self, works: list[ExpertWork], step: int) -> None:
         """Check that no expert is too old for `step`.
 
-        A stage at version v has sent step v - 1 through its experts when they were at v - 1 - s_max or later, and the
-        stage begins no step after v + s_max. So an expert that is further behind was suspended, or has missed the end
+        A stage at version v has sent step v - 1 through experts of version v - 1 - s_max or later, and begins no step
+        after v + s_max. So an expert more than 2 s_max + 1 versions behind `step` was suspended, or has missed the end
         of rounds, while other holders have not.
 
-        Raises: Refused: an expert is further behind `step` than an honest sender can be ahead of it.
+        Raises: Refused: an expert is so far behind.
         """
         if any(step - work.version > 2 * self._s_max + 1 for work in works):
             raise Refused(self._endpoint.peer_id, f"is far behind step {step}")

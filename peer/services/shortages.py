@@ -63,7 +63,7 @@ class Shortages:
             timer.cancel()
 
     def _try_again(self, part: Part) -> None:
-        """Resume the part: no plan has given its place to another peer, so perhaps no other peer has room for it."""
+        """Resume the part: no plan has given the part's place to another peer, so perhaps no other peer has room."""
         del self._short[part]
         if part in self._parts.all and not self._life.is_paused:
             part.resume()

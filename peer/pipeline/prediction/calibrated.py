@@ -10,15 +10,15 @@ from shoal.peer.pipeline.prediction.compensation import Seen, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 
 MEMORY = 0.9
-"""The factor by which the old sums shrink at each measurement, so that about the last ten measurements count."""
+"""The factor on a gain's old sums at each new measurement, so that about the last ten measurements count."""
 GAIN_MAX = 2.0
 """Limit of the gain. The second step of SGD with momentum 0.9 is 1.9 times its first; a larger gain is noise."""
 
 
 @dataclass(slots=True)
 class _Gain:
-    """The ratio of the actual to the predicted movement for one staleness: ⟨actual, predicted⟩ / ‖predicted‖². Both are
-    sums over the measurements, which decay exponentially."""
+    """The ratio of the actual to the predicted movement for one staleness: ⟨actual, predicted⟩ / ‖predicted‖².
+    Numerator and denominator are sums over the measurements, with exponentially falling weights for older ones."""
 
     product: float = 0.0
     square: float = 0.0

@@ -12,7 +12,7 @@ class PipeOptim(Compensation):
 
     Source: PipeOptim (2023, arXiv 2312.00839); `shoal.kernels.optimizer` has the formulas, with weight decay and bias
     correction. Our backward uses the ŵ of the forward, or with `keep = "recompute"` the weights that are current at the
-    backward. The paper's backward uses the latter.
+    backward. The paper's backward uses the current weights.
     """
 
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
