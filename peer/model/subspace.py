@@ -129,7 +129,7 @@ def _made(seed: int, dim: int, k: int, device: torch.device) -> Subspace:
 
 @lru_cache(maxsize=8)
 def _narrowed(subspace: Subspace, dtype: torch.dtype) -> Tensor:
-    """Return U in the dtype of jobs; cached, because each job asks for it in each layer."""
+    """Return U in `dtype`; cached, because each forward and backward asks for it in each layer."""
     return subspace.basis_DK.to(dtype)
 
 

@@ -43,15 +43,15 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or the sum is not needed."""
+    """Sum of the weights at which stale gradients were taken; None: none is stale, or the strategy does not correct."""
     num: int
 
 
 class Contributions:
-    """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
+    """The contributions of a stage with `size` = N parameters. Sums are float32, gradients [N] in the backward's dtype.
 
-    Args: corrects: the strategy corrects sums for stale weights, so a sum is returned with its `Places` (those
-        weights).
+    Args: corrects: the strategy corrects sums for stale weights, so each sum is returned with the sum of these
+        weights (`Places`).
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
