@@ -8,9 +8,9 @@ a gradient that a round may have to omit is *held out* of the sum.
 The next thread that works with tensors (a job, or a thread that makes a sum) runs the orders in sequence. So a sum
 holds the gradients that had been announced when it was requested.
 
-**One tensor a step.** A sum is as large as the stage, so it is returned without a copy, and a later gradient is added
-in a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
-made, and a later request gets None, not zeros.
+**One tensor a step.** A sum is as large as the stage, so a request gets it without a copy if it is on the host, and a
+later gradient makes a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before
+the new state is made, and a later request gets None, not zeros.
 """
 
 from collections import deque
