@@ -28,7 +28,7 @@ def muon_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Ten
 
     Args:
         param_N, grad_N, moment1_N: float32 [N].
-        moment2_N: float32 [N - H].
+        moment2_N: float32, for the elements after the hidden matrices only.
         hyper: its `matrices` are consecutive from element 0 on, and all of them have weight decay.
     Raises: ValueError: the matrices are not consecutive from element 0 on.
     """
@@ -74,7 +74,7 @@ def _of_the_rest(hyper: Hyperparameters, H: int) -> Hyperparameters:
 
 
 def hidden_numel(matrices: Matrices) -> int:
-    """Return H. Raises: ValueError: the matrices are not consecutive from element 0 on."""
+    """Return the number of elements of the hidden matrices. Raises: ValueError: a gap is before or between them."""
     end = 0
     for first, R, C in matrices:
         if first != end:
