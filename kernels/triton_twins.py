@@ -10,7 +10,7 @@ import torch
 
 @cache
 def triton_twins(module: str) -> ModuleType | None:
-    """Import and return `module`; None without CUDA or Triton. Callers call this when a tensor first needs the twin."""
+    """Return `module`, imported at the first call; None without CUDA or Triton. Call this only for GPU tensors."""
     if torch.version.cuda is None or find_spec("triton") is None:
         return None
     return import_module(module)

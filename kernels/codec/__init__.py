@@ -40,7 +40,7 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
     Args:
         numel: the number of elements of the whole tensor.
         which: the indices of the tiles, int64 [T] or a slice.
-    Returns: float32 [64 T]. In the last tile of the tensor the values beyond its end are meaningless.
+    Returns: float32 [64 T]. Values of the tensor's last tile that lie beyond the tensor's end are meaningless.
     """
     tiles = num_tiles(numel)
     scale_TB = payload_B[: tiles * SCALE_BYTES].view(tiles, SCALE_BYTES)[which]
@@ -51,7 +51,7 @@ def decode_tiles(payload_B: Tensor, numel: int, form: Format, which: slice | Ten
 _triton = partial(triton_twins, "shoal.kernels.codec.triton_codec")
 numba_twin = NumbaTwin("shoal.kernels.codec.numba_codec")
 _LARGE = 1 << 18
-"""A tensor of at least this many elements starts the loading of numba; the reference needs some milliseconds for it."""
+"""A tensor of at least this many elements makes numba load: the reference takes some milliseconds for such a tensor."""
 
 
 def _twin(tensor: Tensor) -> ModuleType:

@@ -3,8 +3,8 @@
 A tensor is cut into tiles of `TILE` consecutive numbers; zeros fill up the last tile. A payload of T tiles with b bits
 a number has T scales in bfloat16, little-endian, and then 8 b bytes of codes for each tile. A code c is a whole number
 from 0 to 2 L and stands for the number c - L, where L = 2^(b-1) - 1. A code's bits are cut into parts of 4, 2 and 1
-bits, low bits first (8 bits are one part). The w-bit parts of the codes e, e + 8 w, e + 16 w ... form byte e; code e
-has the lowest bits.
+bits, low bits first (8 bits are one part). A tile's parts of w bits take 8 w bytes. Byte e of these holds the parts of
+the codes e, e + 8 w, e + 16 w ..., the part of code e in the lowest bits.
 """
 
 from collections.abc import Mapping

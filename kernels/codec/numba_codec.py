@@ -100,7 +100,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
         x_N: float32 [N].
         scale_T: uint16 [T], receives the scales in bfloat16.
         code_TB: uint8 [T, B], receives the codes.
-        first, second: the key, uint32 each, used if `is_by_chance`.
+        first, second: the key, uint32 each, used if `is_by_chance` (stochastic rounding).
     """
     x_E = np.empty(TILE, np.float32)
     y_E = np.empty(TILE, np.float32)
@@ -157,7 +157,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
 
 @_inner
 def _draw(u_E, start, first, second):
-    """Fill u_E with the random numbers of `reference._chance`. Args: start: the number of the first hash."""
+    """Fill u_E with the random numbers of `reference._chance`. Args: start: the number of the tile's first hash."""
     for e in range(_HALF):
         h = np.uint32(start + np.uint32(e) + first)
         h = np.uint32(np.uint32(h ^ (h >> _S17)) * _M1 + second)

@@ -93,7 +93,7 @@ def _quantized(x_TE: Tensor, form: Format, chance_TE: Tensor | None) -> tuple[Te
     """Round each tile.
 
     Args: chance_TE: u in the formulas at the top of this file, float32 [T, E]; None: 1/2.
-    Returns: (f, float32 [T], exact in bfloat16; q, float32 [T, E], whole numbers from -L to L).
+    Returns: (scales f, float32 [T], exact in bfloat16; codes q, float32 [T, E], whole numbers from -L to L).
     """
     largest_T = x_TE.abs().amax(dim=1)
     is_zero_T, is_finite_T = largest_T < SMALLEST, largest_T < torch.inf

@@ -24,7 +24,7 @@ _WARPS: Final = 4
 
 @triton.jit
 def _max(x, y):
-    """Return the larger of two numbers, for reductions. (In the interpreter, Triton's `max` needs another import.)"""
+    """Return the larger of two numbers, for reductions. (Triton's `max` needs another import in the interpreter.)"""
     return tl.where(x > y, x, y)
 
 

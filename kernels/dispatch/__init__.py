@@ -1,4 +1,4 @@
-"""Tokens to their experts and back, and the experts' matrix products. `reference.py` explains the arithmetic.
+"""Sends tokens to their experts and back, and multiplies by the experts' matrices. `reference.py` has the arithmetic.
 
     groups = group(chosen_NK, num_experts)
     x_PD = permute(x_ND, groups)                              # rows sorted by expert

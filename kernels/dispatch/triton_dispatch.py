@@ -28,7 +28,7 @@ INTERPRETED: Final = os.environ.get("TRITON_INTERPRET") == "1"
 BLOCK_D: int = 1024
 """The number of elements of a row that a program copies at a time."""
 GROUP: Final = 8
-"""The number of row tiles that use the same column tile of a matrix in turn, so that it stays in the L2 cache."""
+"""The number of row tiles that use the same column tile of a matrix in turn, so that the column tile stays in L2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ TILES: Mapping[torch.dtype, Tile] = {
 
 @triton.jit
 def _add(x, y):
-    """Add two numbers, for reductions. (In the interpreter, Triton's `sum` needs another import.)"""
+    """Add two numbers, for reductions. (Triton's `sum` needs another import in the interpreter.)"""
     return x + y
 
 
@@ -282,7 +282,7 @@ def _block(width: int) -> int:
 
 
 def _bits(out: Tensor) -> Tensor:
-    """Return the view of a tensor to which a kernel writes: int16 for bf16."""
+    """Return the tensor as a kernel writes it: a bf16 tensor viewed as int16, any other tensor as it is."""
     return out.view(torch.int16) if out.dtype == torch.bfloat16 else out
 
 

@@ -35,7 +35,8 @@ class Optimizer:
         return made
 
     def weights(self, param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, **settings: Any) -> Tensor:
-        """Return only a step's new weights, up to rounding, for use on this peer. A CPU skips the new moments."""
+        """Return only a step's new weights; a CPU does not compute the new moments. The weights may differ in the last
+        bits from those of `step`, so they are for this peer only."""
         own = getattr(self.rules, f"{self.name}_weights", None)
         if own is None or not param_N.is_cpu:
             return self.step(param_N, grad_N, moment1_N, moment2_N, **settings)[0]

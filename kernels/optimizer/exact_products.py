@@ -68,7 +68,7 @@ def exact_matmul(a_RK: Fixed, b_KC: Fixed) -> Tensor:
 
 
 def exact_square(a_RK: Fixed) -> Tensor:
-    """Return a times its transpose, float64 [R, R], without error if `a_RK` was made with `terms` >= K."""
+    """Return `a_RK` times its transpose, float64 [R, R], without error if `a_RK` was made with `terms` >= K."""
     whole = square_of_slices if _is_for_int8(a_RK) else square_of_doubles
     return whole(a_RK.whole_RC).mul_(a_RK.unit * a_RK.unit)
 

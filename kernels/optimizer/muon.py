@@ -1,8 +1,9 @@
 """Muon in plain torch: hidden matrices step along an orthogonal matrix, all other elements take AdamW's rule.
 
 As in `reference.py`, nothing is changed in place, and steps give the same bits on every device. The first moment is a
-running average of gradients, as in AdamW, instead of a sum: the orthogonal matrix is the same, since it does not depend
-on the moment's length. A hidden matrix has no second moment: `moment2_N` has only the elements after the matrices.
+running average of gradients, as in AdamW, instead of a sum: the orthogonal matrix is the same for both, because the
+moment's length does not change it. A hidden matrix has no second moment: `moment2_N` has only the elements after the
+matrices.
 
 Sources: Muon (Jordan, 2024, https://kellerjordan.github.io/posts/muon), in its Nesterov form with five iterations; step
 length and weight decay from Moonlight (2025, arXiv 2502.16982, section 2.2). The steps equal those of
@@ -27,7 +28,7 @@ def muon_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Ten
 
     Args:
         param_N, grad_N, moment1_N: float32 [N].
-        moment2_N: float32 [N - H].
+        moment2_N: float32, for the elements after the hidden matrices only.
         hyper: its `matrices` are consecutive from element 0 on, and all of them have weight decay.
     Raises: ValueError: the matrices are not consecutive from element 0 on.
     """
@@ -73,7 +74,7 @@ def _of_the_rest(hyper: Hyperparameters, H: int) -> Hyperparameters:
 
 
 def hidden_numel(matrices: Matrices) -> int:
-    """Return H. Raises: ValueError: the matrices are not consecutive from element 0 on."""
+    """Return the number of elements of the hidden matrices. Raises: ValueError: a gap is before or between them."""
     end = 0
     for first, R, C in matrices:
         if first != end:
@@ -83,5 +84,5 @@ def hidden_numel(matrices: Matrices) -> int:
 
 
 def _length(R: int, C: int) -> float:
-    """Return the factor on a step's orthogonal matrix that makes its root mean square 0.2, as with AdamW."""
+    """Return the factor that gives a step's orthogonal matrix a root mean square of 0.2, like AdamW's steps."""
     return 0.2 * math.sqrt(max(R, C))

@@ -68,7 +68,7 @@ def nadam_step(param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Te
 def sgd_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Return only the new weights of `sgd_step`, up to rounding. They stay on this peer, so operations may be fused."""
+    """Return only the new weights of `sgd_step`. Only this peer uses them, so their last bits may differ."""
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N)
     return _decayed_once(param_N, hyper).add_(change_N, alpha=-hyper.learning_rate)
 
@@ -76,7 +76,7 @@ def sgd_weights(
 def adamw_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Return only the new weights of `adamw_step`, up to rounding, since only this peer uses them."""
+    """Return only the new weights of `adamw_step`. Only this peer uses them, so their last bits may differ."""
     scale_N = _next_scale(grad_N, moment2_N, hyper)
     change_N = torch.mul(moment1_N, hyper.beta1).add_(grad_N, alpha=1 - hyper.beta1)
     rate = hyper.learning_rate / (1 - hyper.beta1 ** (hyper.step + 1))
@@ -86,7 +86,7 @@ def adamw_weights(
 def nadam_weights(
     param_N: Tensor, grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters
 ) -> Tensor:
-    """Return only the new weights of `nadam_step`, up to rounding, since only this peer uses them."""
+    """Return only the new weights of `nadam_step`. Only this peer uses them, so their last bits may differ."""
     scale_N = _next_scale(grad_N, moment2_N, hyper)
     fresh, past = nesterov_shares(hyper)
     change_N = torch.mul(moment1_N, past * hyper.beta1).add_(grad_N, alpha=fresh + past * (1 - hyper.beta1))
@@ -181,7 +181,7 @@ def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
 
 
 def _decayed(param_N: Tensor, rate: float, num_decayed: int) -> Tensor:
-    """Return a copy with its first `num_decayed` elements shrunk by `rate`."""
+    """Return a copy with the first `num_decayed` elements multiplied by 1 - `rate`."""
     param_N = param_N.clone()
     if rate:
         param_N[:num_decayed].mul_(1 - rate)

@@ -61,7 +61,7 @@ class Arithmetic:
         return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:
-        """Return the free memory of the host, which a CPU or an Apple GPU shares as device memory."""
+        """Return the free memory of the host; a CPU and an Apple GPU have no other memory."""
         return free_memory_bytes()
 
     @torch.no_grad()

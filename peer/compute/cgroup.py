@@ -18,12 +18,12 @@ _ROOT = Path("/")
 
 
 def free_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that our process can still take. Args: root: the folder that has /proc and /sys."""
+    """Return the bytes that our process can still allocate. Args: root: the folder that has /proc and /sys."""
     return int(min([psutil.virtual_memory().available, *(group.free_bytes for group in _memory_groups(root))]))
 
 
 def total_memory_bytes(root: Path = _ROOT) -> int:
-    """Return the bytes that our process could have if no other needed any. Args: root: folder of /proc and /sys."""
+    """Return the bytes that our process could have if it ran alone. Args: root: the folder that has /proc and /sys."""
     return int(min([psutil.virtual_memory().total, *(group.limit_bytes for group in _memory_groups(root))]))
 
 

@@ -54,7 +54,8 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
 
 
 def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the shortest times of a job in float32 and bfloat16. The dtypes take turns, so other load slows both."""
+    """Return the shortest times of a layer's forward and backward: (in float32, in bfloat16). The two dtypes are timed
+    in turns, so that other load slows both."""
     jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
     for _ in range(3):

@@ -67,9 +67,9 @@ class LinkProbe:
     """Measures the round trip and the rate towards one peer at a time, and answers the probes of other peers.
 
     The receiver measures the time from a small first frame (the mark) to the last frame. So the result is right even if
-    the receiver's answer waits behind other data that the receiver sends. The time that the sender takes to send the
-    frames is a lower bound. Frames before the mark end TCP's slow start: without them, a transfer of 128 KiB over a
-    home line of 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    the receiver's answer waits behind other data that the receiver sends. The result is at least the time that the
+    sender takes to send the frames. Frames before the mark end TCP's slow start: without them, a transfer of 128 KiB
+    over a home line of 20 Mbit/s and 60 ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:

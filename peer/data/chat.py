@@ -55,7 +55,7 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     weight: float | None = None
-    """0: the message is not learnt; an assistant's message with any other weight, or with None, is learnt."""
+    """0: the message is not learnt. 1 or None: it is, if the assistant wrote it. Other weights: the row is skipped."""
     tool_calls: Any = None
     function_call: Any = None
     reasoning_content: Any = None
@@ -68,7 +68,7 @@ class Message(msgspec.Struct, frozen=True):
 
 
 _NOT_READ: Final = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
-"""Fields of a message that we do not pass to a template, although a template would render them."""
+"""Fields of a message that templates render and we do not read yet: a conversation with such a field is skipped."""
 
 
 class ChatRow(msgspec.Struct, frozen=True):
@@ -194,7 +194,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (text, places of its answers, True if a template wrote the text and thus the tokens around a document).
+    Returns: (text, places of its answers, True if a template wrote the text, with the tokens around a document).
     Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion

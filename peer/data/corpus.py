@@ -43,7 +43,7 @@ class Corpus:
     """BLAKE3 (64 hex digits) of the tokens and the split. With several sources the digests of all are joined."""
     vocab_size: int = 256
     tokenizer_digest: str = ""
-    """BLAKE3 of the tokenizer.json; empty for bytes."""
+    """BLAKE3 of the tokenizer.json; empty if the tokens are bytes."""
     start_D: NDArray[np.int64] | None = None
     """The first token of each document, int64, if attention stays inside documents; else None."""
     packs: tuple[Packs, Packs] | None = None

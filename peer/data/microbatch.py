@@ -107,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return (source of the run's sample `position`, number of its earlier samples, suffix of the source's keys)."""
+    """Return, for sample `position` of the run: (source, count of the source's earlier samples, suffix of its keys)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)

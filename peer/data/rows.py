@@ -72,7 +72,7 @@ def first_line(error: BaseException) -> str:
 
 
 class _Opened:
-    """An open file, read after its byte order mark and decompressed."""
+    """An open file: the decompressed content after the byte order mark."""
 
     def __init__(self, raw: IO[bytes], data: Any, size: int) -> None:
         self._raw, self._data, self._size = raw, data, max(1, size)

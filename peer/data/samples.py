@@ -94,7 +94,7 @@ class Packs:
         self.num_shortened = int((end_D - start_D > context + 1)[taken_D].sum())
         """The number of conversations that lose their end."""
         self.num_left_out = len(start_D) - len(taken_D)
-        """The number of conversations dropped because all their answers are beyond a sample's end."""
+        """The number of conversations dropped because no answer is within the length of a sample."""
         self.num_learnt = int(learnt_D.sum())
         if not len(taken_D):
             raise DataError(f"no conversation has an answer within {context} tokens")

@@ -30,11 +30,11 @@ Places = NDArray[np.int64]
 
 
 class ByteTokenizer:
-    """A vocabulary in which token b is byte b. A model may have room for more tokens; they mean nothing."""
+    """A vocabulary in which token b is byte b. A model may have more than these 256 tokens; the others mean nothing."""
 
     vocab_size = 256
     digest = ""
-    """BLAKE3 of the tokenizer.json; empty for bytes."""
+    """BLAKE3 of the tokenizer.json; empty here, since there is none."""
     end_of_text: int | None = None
     dtype: np.dtype[Any] = np.dtype(np.uint8)
     beginning: Sequence[int] = ()
@@ -82,7 +82,7 @@ class FileTokenizer:
         )
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
-        """Encode texts. `special`: a special token's name in a text becomes that token: not for strangers' texts."""
+        """Encode texts. If `special`, the name of a special token becomes that token; not for strangers' texts."""
         self._tokenizer.encode_special_tokens = not special
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(one.ids, dtype=self.dtype) for one in encoded]

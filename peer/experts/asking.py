@@ -19,7 +19,8 @@ from shoal.protocol.ports import Payload, Priority
 logger = logging.getLogger(__name__)
 
 _ASK_AGAIN_S: Final = (10.0, 20.0, 40.0)
-"""Seconds until a frame is sent again: the frame or its answer may be lost. Then another holder is tried."""
+"""Seconds to wait for an answer before a frame is sent again: the frame or the answer may be lost. After the third wait
+another holder gets the frame, if there is one."""
 _LOOK_S: Final = 0.5
 """Seconds between two checks for slow holders."""
 
@@ -100,7 +101,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` the end of a run of a microbatch. Return True if the holder has counted the microbatch."""
+        """Report to `holder` the end of a run of a microbatch. Return True if the holder has accepted the report."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))

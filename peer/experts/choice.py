@@ -11,7 +11,7 @@ SHARE_MIN = 1e-3
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
-    """Return the fraction of its tokens that `me` sends to each holder, so that all senders together meet the shares.
+    """Return the fraction of its tokens that `me` sends to each holder, so that each holder gets its share of all.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
     go to holders with a share above their own tokens, in proportion to the excess.
@@ -58,7 +58,7 @@ class HolderRouter(Router):
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return no holder, since none needs a trial here: `patience.py` handles slow holders."""
+        """Return no holder: here none gets a microbatch as a mere trial, because `patience.py` handles slow holders."""
         return []
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:

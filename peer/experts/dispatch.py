@@ -2,9 +2,9 @@
 
 One holder serves an expert for a whole microbatch (`choice.py`). For each layer, each holder gets one frame, without
 padding. A holder that dies, refuses or is unreachable is replaced for the rest of the microbatch. At the end the
-microbatch is *settled*: the replacement repeats the lost holder's backwards, and each holder is told to count the
-microbatch. If none of an expert's holders can be reached, its tokens are *passed by*: they skip the expert, and only
-the residual stream carries them on.
+microbatch is *settled*: the replacement repeats the lost holder's backwards, and each holder adds the microbatch's
+gradient to its sum. If none of an expert's holders can be reached, its tokens are *passed by*: they skip the expert,
+and only the residual stream carries them on.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert (ready or not) -> incarnation (grows at each restart), by the holder's PresenceUpdate."""
+        """Holder -> expert (ready or not) -> number that grows at each restart, as the holder's PresenceUpdate says."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
@@ -132,7 +132,7 @@ class ExpertDispatch:
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
-        """Tell the holders that the microbatch's backward is done. Args: retried: it may have run before."""
+        """Tell the holders that the microbatch's backward is done. Args: retried: the backward may have run before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
@@ -239,7 +239,7 @@ class ExpertDispatch:
             self.abandon(passage)
 
     async def _close(self, passage: Passage, retried: bool, holder: PeerID, experts: Sequence[int]) -> bool:
-        """Tell a holder to count the microbatch for its `experts`. Return False if the holder failed."""
+        """Let a holder add the gradients of `experts` for this microbatch to its sums. Return False if it failed."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
                 return False

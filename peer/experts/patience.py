@@ -1,7 +1,7 @@
 """Decides how long to wait for a holder of experts, by the times that other holders take. Pure.
 
-All holders of an expert may wait for the same version. So a holder is given up only after other holders have answered
-for the same step or a later one, and is avoided for a time that grows with each late answer.
+All holders of an expert may be waiting for the same version of its weights. So a holder is given up only after other
+holders have answered for the same step or a later one, and is avoided for a time that grows with each late answer.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from shoal.protocol.identity import PeerID
 
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
-"""A holder's time limit, as a multiple of the other holders' longest recent answer time (seldom below a step)."""
+"""A holder's time limit as a multiple of the longest recent answer time of the others; seldom shorter than a step."""
 APART = 20.0
 """A slow holder is avoided for this multiple of the time that it cost: retrying it takes at most 1/20 of all time."""
 

@@ -10,10 +10,10 @@ from shoal.peer.pipeline.fixed_stage import FixedStage
 from shoal.protocol.identity import PeerID
 
 FIXED_MAX: Final = 2
-"""Most versions kept at once. Each takes the memory of the stage's parameters, which is freed if a job lacks memory."""
+"""Most versions kept at once. Each takes as much memory as the stage's parameters; all are freed if memory is short."""
 IDLE_S: Final = 60.0
-"""Weights and sessions are dropped when unused for so many seconds. An answer may take long, on a device of which only
-a tenth is lent."""
+"""Weights and sessions that are unused for so many seconds are dropped. The time is long, since a device of which only
+a tenth is lent answers slowly."""
 YIELDS_S: Final = 3.0
 """A version that is unused for so many seconds may be replaced by another one."""
 SESSIONS_MAX: Final = 8

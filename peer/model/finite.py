@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 def finite(values: Tensor) -> Tensor:
-    """Return whether all elements are finite, bool []. A finite sum shows that they are, in a tenth of the time. If the
-    sum is not finite, each element is tested, because a sum of finite numbers may overflow."""
+    """Return whether all elements are finite, bool []. A finite sum proves it, in a tenth of the time of testing each
+    element. If the sum is not finite, each element is tested, because a sum of finite numbers may overflow."""
     of_sum = values.sum().isfinite()
     if values.is_cpu:
         return of_sum if bool(of_sum) else values.isfinite().all()

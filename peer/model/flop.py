@@ -18,17 +18,17 @@ from shoal.protocol.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """FLOP of one microbatch's jobs at a stage. If a job is cut into parts by calls to experts, FLOP of one part."""
+    """FLOP of a stage's jobs for one microbatch. If calls to experts on other peers cut a job, FLOP of one part."""
 
     forward: float
     backward: float
     loss: float
-    """The last stage's only job, forward and backward. With `keep = "layers"` each layer but the head runs forward
-    twice."""
+    """The last stage's only job: forward, loss and backward. With `keep = "layers"` each layer but the head runs
+    forward twice."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of a microbatch's jobs at a stage with the layers `keys`."""
+    """Return the FLOP of the forward, backward and loss jobs of a stage with the layers `keys`, for one microbatch."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(forward_flop(spec.model, key, tokens) for key in keys)
     again = forward - sum(forward_flop(spec.model, key, tokens) for key in keys if key == HEAD)
@@ -36,15 +36,15 @@ def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
 
 
 def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of one part of a microbatch's jobs at a stage if the stage's experts are on other peers. Each
-    decoder layer of `keys` calls its experts, and each call cuts the jobs."""
+    """Return the FLOP of one part of each job of a stage, for one microbatch. The stage's experts are on other peers:
+    each decoder layer of `keys` calls its experts, and each call cuts the job into parts."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(trunk_flop(spec.model, key, tokens) for key in keys)
     return job_flop(spec, forward / (1 + sum(key not in (EMBED, HEAD) for key in keys)))
 
 
 def job_flop(spec: RunSpec, forward: float, *, again_at_loss: float = 0.0) -> JobFlop:
-    """Return the FLOP of the jobs at a stage.
+    """Return the FLOP of a stage's forward, backward and loss jobs for one microbatch.
 
     Args: forward: FLOP of the stage's forward; again_at_loss: FLOP of the forwards that the loss job repeats.
     """

@@ -46,7 +46,7 @@ class Sampler:
         return int(torch.multinomial(weights_V, 1, generator=self._generator))
 
     def _nucleus(self, weights_V: Tensor) -> Tensor:
-        """Zero the weights of all but the likeliest tokens: the fewest that together have the probability `top_p`."""
+        """Zero all weights but those of the fewest tokens that together have at least the probability `top_p`."""
         ordered_V, index_V = weights_V.sort(descending=True, stable=True)
         before_V = ordered_V.cumsum(-1) - ordered_V
         return torch.zeros_like(weights_V).scatter(-1, index_V, ordered_V.where(before_V < self._top_p, 0.0))

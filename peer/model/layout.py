@@ -117,7 +117,8 @@ def state_layout(spec: RunSpec, key: str) -> LayerLayout:
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return unit (expert, or the rest) -> its slice of a layer's trained parameters. A tied head has two units."""
+    """Return unit (expert, or the rest) -> its slice of a layer's trained parameters. The units of a tied head are the
+    tied matrix and the rest."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}

@@ -1,8 +1,8 @@
 """A decoder layer's mixture of experts as in Mixtral and Qwen3-MoE: a router sends each token to K of E SwiGLUs.
 
-The load-balancing loss of a layer (its *balance*) depends only on its router, so the layer's own backward adds its
-gradient. Wherever the model is cut into stages, it trains on loss + `router_aux_loss` * the sum of all layers'
-balances. In a run with adapters, routers and experts are frozen, and there is no balance.
+The load-balancing loss of a layer (the *balance*) depends only on the layer's router, so the layer's own backward adds
+the balance's gradient. However the model is cut into stages, it thus trains on loss + `router_aux_loss` * the sum of
+all balances. In a run with adapters, routers and experts are frozen, and there is no balance.
 
 Sources: Mixtral (2024, arXiv 2401.04088, section 2.1) for the layer, its weights and their names; Switch Transformers
 (2021, arXiv 2101.03961, equations 4 to 6) for the balance. Here the balance counts all K choices of a token and is

@@ -46,15 +46,15 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import EMBEDDING_MATRIX
 
 BASIS: Final = "subspace.basis"
-"""The name of the matrix U [D, k] in a layer's dict of tensors."""
+"""The name of the subspace's basis U [D, k] in a layer's dict of tensors."""
 KEY: Final = "subspace.key"
-"""The name of the hash key from which fixed[v] is made, int32 [2], in the embedding's dict of tensors."""
+"""The name of the hash key from which tokens' fixed vectors are made, int32 [2], in the embedding's dict of tensors."""
 _WORD: Final = 32
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subspace:
-    """The matrix U of one run, and the hash key of its fixed vectors, on a device."""
+    """The basis U of one run's subspace, and the hash key from which fixed vectors of tokens are made, on a device."""
 
     basis_DK: Tensor
     """float32."""
@@ -100,13 +100,13 @@ def constants_of(spec: RunSpec, key: str, *, device: torch.device, dtype: torch.
 
 
 def fixed_vectors(params: Mapping[str, Tensor], tokens_BT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return fixed[v] of each token, [B, T, D], given the tensors of the embedding."""
+    """Return the fixed vector of each token, [B, T, D]. Args: params: the embedding's tensors, with the hash key."""
     return _signs(tokens_BT, params[KEY], len(params[BASIS]), dtype)
 
 
 def whole_layer(spec: RunSpec, key: str, param_N: Tensor) -> Tensor:
     """Convert a layer's parameters to those of the model without a subspace, `spec.model.whole`, which other programs
-    can read: embedding and projections are multiplied by U. Parameters and result are float32 on the CPU."""
+    can read: embedding and projections are multiplied by the basis U. Parameters and result are float32 on the CPU."""
     plain, tensors = layer_layout(spec.model.whole, key), layer_layout(spec.model, key).views(param_N)
     if not spec.model.subspace or key == HEAD:
         return param_N
@@ -129,7 +129,7 @@ def _made(seed: int, dim: int, k: int, device: torch.device) -> Subspace:
 
 @lru_cache(maxsize=8)
 def _narrowed(subspace: Subspace, dtype: torch.dtype) -> Tensor:
-    """Return U in the dtype of jobs; cached, because each job asks for it in each layer."""
+    """Return the basis U in `dtype`; cached, because each forward asks for it in each layer."""
     return subspace.basis_DK.to(dtype)
 
 

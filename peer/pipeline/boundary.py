@@ -32,8 +32,8 @@ class Boundary:
         self.wire = ActivationWire(spec)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return the stage's input and the labels. Args: payload: the activation, from which the input is [B, T, D];
-        None: this is stage 0, which reads the input from the corpus as tokens [B, T]."""
+        """Return the stage's input and the labels. Args: payload: the activation; then the input is [B, T, D].
+        None: this is stage 0, and the input is tokens [B, T] from the corpus."""
         if payload is not None:
             x_BTD, labels = self.wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels
@@ -51,8 +51,8 @@ class Boundary:
 
     def loss(self, params: llama.Params, x_BTD: Tensor, labels: Labels) -> Tensor:
         """Return the loss of the head `params`, in nats a token, times the microbatch's weight. The loss is NaN if the
-        previous stage sent a weight or target out of range: such a value would make torch raise, or lose its GPU
-        context."""
+        previous stage sent a weight or target out of range: such a value would make torch raise an error, or
+        destroy its GPU context."""
         last, targets_BT, training = self._spec.model.vocab_size - 1, labels.targets_BT, self._spec.training
         tokens_BT = targets_BT.clamp(0, last)
         if labels.counted is None:

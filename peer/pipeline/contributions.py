@@ -8,9 +8,9 @@ a gradient that a round may have to omit is *held out* of the sum.
 The next thread that works with tensors (a job, or a thread that makes a sum) runs the orders in sequence. So a sum
 holds the gradients that had been announced when it was requested.
 
-**One tensor a step.** A sum is as large as the stage, so it is returned without a copy, and a later gradient is added
-in a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before the new state is
-made, and a later request gets None, not zeros.
+**One tensor a step.** A sum is as large as the stage, so a request gets it without a copy if it is on the host, and a
+later gradient makes a new tensor. The optimizer step needs only the reduced gradient: sum and places are freed before
+the new state is made, and a later request gets None, not zeros.
 """
 
 from collections import deque
@@ -43,15 +43,15 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or the sum is not needed."""
+    """Sum of the weights at which stale gradients were taken; None: none is stale, or the strategy does not correct."""
     num: int
 
 
 class Contributions:
-    """The contributions of one stage with `size` = N parameters: gradients [N] in the dtype of jobs, sums in float32.
+    """The contributions of a stage with `size` = N parameters. Sums are float32, gradients [N] in the backward's dtype.
 
-    Args: corrects: the strategy corrects sums for stale weights, so a sum is returned with its `Places` (those
-        weights).
+    Args: corrects: the strategy corrects sums for stale weights, so each sum is returned with the sum of these
+        weights (`Places`).
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:

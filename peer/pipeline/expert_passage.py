@@ -16,9 +16,9 @@ class ExpertPart:
     avoid: PeerID | None = None
     """The previous holder, which failed."""
     replaced: bool = False
-    """True if another holder had the part before: that holder may have counted the microbatch already."""
+    """True if another holder had the part before: its sum may contain the microbatch's gradient already."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) sent for its backward, kept for a replacement until the run is settled (counted)."""
+    """Layer -> (tokens, gradients) sent for its backward, kept for a replacement until holders know the run's end."""
     done: set[int] = field(default_factory=set)
     """Layers that the present holder has run backward."""
 

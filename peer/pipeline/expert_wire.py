@@ -1,7 +1,7 @@
 """Encodes tokens for experts as bytes.
 
 Shapes follow from the run spec, and from counts that are checked against the spec. Tokens that a holder sends to itself
-are rounded, too, so that an expert's place does not change its results. A simulated peer replaces this class.
+are rounded, too, so that results do not depend on which peer holds an expert. A simulated peer replaces this class.
 
 P rows, sorted by expert   D width
 """

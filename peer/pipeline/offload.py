@@ -26,7 +26,7 @@ _APART: Final = ("cuda", "xpu")
 
 
 class Offload:
-    """Offloads tensors of one peer from the `device` of its jobs. Once begun, offloading goes on in later replicas."""
+    """Moves tensors from a peer's `device` to host memory. Once begun, this goes on in the peer's later replicas."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -9,8 +9,9 @@ class LinkQueues:
     """Estimates queueing times of messages of one size, for several peers.
 
     The quickest message to a peer is assumed to have had the link to itself, and every other message to have waited for
-    the time that it took longer. A link that became slower for good therefore looks like a link with a queue. This does
-    no harm: if such a link is the bottleneck, one message is on it and one waits behind.
+    the time that it took longer. A link that became slower for good therefore looks like a link with a queue, and fewer
+    microbatches are kept in flight. This does no harm: even if this link is the bottleneck, a message waits behind the
+    one that is being sent.
     """
 
     def __init__(self) -> None:
@@ -18,8 +19,7 @@ class LinkQueues:
         self._waited_s: defaultdict[PeerID, float] = defaultdict(float)
 
     def sent(self, target: PeerID, took_s: float) -> float:
-        """Record that sending a message took `took_s` seconds. Return how many of these the message stood in the
-        queue."""
+        """Record that a message took `took_s` seconds to be sent. Return how many of these it waited in the queue."""
         quickest_s = self._quickest_s[target] = min(took_s, self._quickest_s.get(target, took_s))
         self._waited_s[target] = took_s - quickest_s
         return took_s - quickest_s

@@ -53,7 +53,7 @@ class _Step:
     new: dict[str, LayerState] = field(default_factory=dict)
     skipped: int = 0
     square: float = 0.0
-    """The squared 2-norm of the gradients of the layers in `new`."""
+    """The squared 2-norm, before clipping, of the gradients of the layers in `new`."""
 
 
 class How(TypedDict, total=False):
@@ -77,7 +77,7 @@ class Shard:
     weights raise MemoryError, too.
 
     Args:
-        dtype: the dtype of jobs, float32 or bfloat16. State, steps and sums of gradients are float32.
+        dtype: the dtype of forward and backward, float32 or bfloat16. State, steps and sums of gradients are float32.
         steps_on: the device that runs the optimizer; None: `device`.
         vectors: the arithmetic on gradients in host memory; None: the usual one. A simulated peer passes its own.
     """
@@ -220,7 +220,7 @@ class Shard:
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
         """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). If the
         strategy corrects and `step` is the current version, the sum is corrected for the weights at which the gradients
-        were taken. (If a round begins before our own step to that version has ended, we do not know its weights.)
+        were taken. (If we request a sum before our own step to version `step` has ended, it is not corrected.)
 
         Returns: a function for any thread but the event loop's: float32 [N] on the CPU; None: our step has begun.
         """
@@ -296,7 +296,7 @@ class Shard:
         self._contributions.finish(microbatch, gradient_N, weights if keeps_place else None)
 
     def _zero_gradient(self) -> Tensor:
-        """Return a gradient of zeros in the dtype of jobs, [N]."""
+        """Return a gradient of zeros, [N], in the dtype in which forward and backward run (`dtype`)."""
         if self.device == self.vectors.host and self.dtype == torch.float32:
             return self.vectors.zeros(self.num_parameters)
         return torch.zeros(self.num_parameters, device=self.device, dtype=self.dtype)

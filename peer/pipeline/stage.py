@@ -149,7 +149,7 @@ class StageRuntime(StageShard):
 
     @torch.no_grad()
     def fixed(self) -> FixedStage:
-        """Return a copy of the stage at its committed version, for inference, which later steps do not change. Call
+        """Return a copy of the stage at its committed version, for inference; later steps do not change the copy. Call
         this within a job. Raises: MemoryError: a step that ran out of memory must finish first."""
         _, leaves = self._weights_of(Microbatch(self.version, -1))
         return FixedStage(self.spec.model, leaves, rotary=self._rotary, device=self.device, dtype=self.dtype)

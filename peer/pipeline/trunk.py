@@ -2,9 +2,9 @@
 
 Each job is a generator: it yields one call to the experts of each layer and continues with their answer. The part
 before a call is kept with its graph. The part after the call begins with new autograd leaves: the residual stream, the
-weights of the chosen experts, and the experts' output. The stage thus computes no part twice: the backward takes the
-gradients of these leaves, sends the gradient of the experts' output to the experts, and continues with their answer
-through the part before the call.
+weights of the chosen experts, and the experts' output. So a stage that keeps the graphs computes no part twice: the
+backward takes the gradients of these leaves, sends the gradient of the experts' output to the experts, and continues
+with their answer through the part before the call.
 
 Rows are rounded to the wire's dtype on the way to the experts; the gradient of this rounding is taken as 1.
 

@@ -23,7 +23,7 @@ class WeightSet:
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
-        """Return the parameters of one layer in the dtype of jobs. Each layer is converted once."""
+        """Return the parameters of one layer in `dtype`. Each layer is converted once."""
         if self.params[key].dtype == dtype:
             return self.params[key]
         if key not in self._narrow:
@@ -63,4 +63,4 @@ class OpenSum:
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or the sum is not needed."""
+    """Sum of the weights at which stale gradients were taken; None: none is stale, or the strategy does not need it."""

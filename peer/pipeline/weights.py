@@ -10,9 +10,9 @@ itself, but older ones may still hold their predicted set. So at most 1 + s_max 
 where a new set at every version would make 6. Strategies that predict nothing hold past versions instead, at most s_max
 + 1.
 
-A strategy that sees the open steps' gradients makes a new set for a step ahead once it has seen 1.5 times as many of
-them as for the old set, if there is room for a set. If there is no room for the first set of a step, its microbatches
-use the current weights.
+A strategy that sees the open steps' gradients makes a new set for a step ahead after a commit, and once it has seen 1.5
+times as many of them as for the old set, if there is room for a set. If there is no room for the first set of a step,
+its microbatches use the current weights.
 """
 
 import logging
@@ -111,7 +111,7 @@ class Weights:
         self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
-        """Drop the cached sets, which were made from the previous state. Jobs that use a set keep it alive."""
+        """Drop the cached and the kept weights, which are of an earlier state. Jobs that use a set keep it alive."""
         self._made = (None, {})
         self._before = None
 
@@ -146,7 +146,7 @@ class Weights:
         return sets[state.version]
 
     def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
-        """True if the strategy uses gradients, and enough new ones have come since `weights` was made for `step`."""
+        """True if the strategy uses gradients, and a commit or enough new gradients came after `weights` was made."""
         if not self._sees:
             return False
         num_seen = self._num_seen(state, step)

@@ -46,8 +46,8 @@ class _Trace:
 class Calibrated(PipeOptim):
     """ŵ = w + k_s (p_s - w): p_s is PipeOptim's prediction over s steps, k_s the gain that fitted the latest steps.
 
-    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured over s steps, for one s after another; 1 before the first
-    measurement. Steps that reverse each other give a small gain; a steady gradient gives 1.
+    k_s = ⟨w_{v+s} - w_v, p_s - w_v⟩ / ‖p_s - w_v‖², measured over s steps, for one value of s after another; 1 before
+    the first measurement. Steps that reverse each other give a small gain; a steady gradient gives 1.
 
     For s = 1 a measurement keeps no tensor; for s > 1 it keeps the predicted movement [N] until s steps are committed.
     It sums the products of each actual step with this movement, so w_v itself is not kept.

@@ -30,7 +30,7 @@ class OwnGradients:
     gradient_N: Tensor
     """The mean gradient, clipped as in the step: float32 [N]."""
     displacement_N: Tensor | None = None
-    """The mean of w_t - ŵ, float32 [N]; None: all gradients were taken at w_t, or w_t or ŵ is unknown."""
+    """Mean of w_t (the step's weights) - ŵ (those used), float32 [N]; None: no ŵ differed from w_t, or unknown."""
 
 
 Seen = Sequence[OwnGradients | None]
@@ -51,7 +51,7 @@ class Compensation(ABC):
         self.optimizer = OPTIMIZERS[optimizer]
 
     def weights(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen = ()) -> Tensor:
-        """Return ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
+        """Return the weights ŵ, float32 [N], for a microbatch of step `settings["step"] + staleness_steps`.
 
         At staleness 0 (or less, if a microbatch runs again) every strategy returns `layer.param_N` itself.
         Args: seen: our gradients of the steps not yet committed; needed only if `sees`.
@@ -59,7 +59,7 @@ class Compensation(ABC):
         return self._ahead(layer, settings, staleness_steps, seen) if staleness_steps > 0 else layer.param_N
 
     def corrected(self, gradient_N: Tensor, displacement_N: Tensor, layer: LayerState, settings: Settings) -> Tensor:
-        """Estimate what the gradient would have been at w_t: float32 [N].
+        """Estimate what the gradient would have been at w_t, the step's own weights: float32 [N].
 
         Args:
             gradient_N: float32 [N], mean over this member's microbatches of the step; left unchanged.
@@ -76,7 +76,7 @@ class Compensation(ABC):
 
     @abstractmethod
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
-        """Return ŵ for `staleness_steps` > 0; see `weights`. This must not change `layer`."""
+        """Return the result of `weights` for `staleness_steps` > 0. This must not change `layer`."""
 
     def _predicted(self, layer: LayerState, settings: Settings, staleness_steps: int) -> Tensor:
         """Return the optimizer's own prediction of its next steps: float32 [N]; `layer.param_N` itself at version 0."""

@@ -8,7 +8,7 @@ from shoal.peer.pipeline.prediction.compensation import Compensation, Seen, Sett
 
 
 class PipeOptim(Compensation):
-    """ŵ = w - lr s Δw, where Δw is the direction of the run's own optimizer: m (SGD), m^ / (sqrt(v^) + eps) (Adam).
+    """ŵ = w - lr s Δw, s steps ahead. Δw is the optimizer's direction: m for SGD, m^ / (sqrt(v^) + eps) for Adam.
 
     Source: PipeOptim (2023, arXiv 2312.00839); `shoal.kernels.optimizer` has the formulas, with weight decay and bias
     correction. Our backward uses the ŵ of the forward, or with `keep = "recompute"` the weights that are current at the
@@ -31,7 +31,7 @@ class SpecTrain(Compensation):
 
 
 class LookAhead(Compensation):
-    """ŵ = w + (β + β² + … + β^s) d: the movement by momentum alone, without any new gradient.
+    """ŵ = w + (β + β² + … + β^s) d: s steps by momentum alone, without any new gradient.
 
     d is the optimizer's predicted next step, β its beta1. At s = 1 this is Nesterov's look-ahead w + β d, which arXiv
     2505.01099 shows to correct delay. (The paper uses s = 1 for every delay and, as we do, stashed weights.)

@@ -12,8 +12,8 @@ STRENGTH = 0.04
 
 
 class Stale(Compensation):
-    """ŵ = w_v. If the backward uses the forward's weights, this is PipeDream's weight stashing (`stash`); if it uses
-    the weights that are current at the backward, there is no compensation (`none`).
+    """ŵ = w_v, the current weights. If the backward uses the forward's weights, this is PipeDream's weight stashing
+    (`stash`); if it uses the weights that are current at the backward, there is no compensation (`none`).
 
     Source: PipeDream (Narayanan et al., 2019, arXiv 1806.03377), section 3.3. With NAdam and beta1 = 0.99 this is the
     setup of arXiv 2505.01099: NAdam's weights already are the look-ahead point.
@@ -26,12 +26,12 @@ class Stale(Compensation):
 
 
 class DelayCompensation(Stale):
-    """Corrects the gradient to first order once w_t is known: g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ), elementwise.
+    """Corrects gradients once the step's weights w_t are known: to first order g(w_t) ~ g(ŵ) + λ g g (w_t - ŵ).
 
-    g g approximates the diagonal of the Hessian. For a mean over B tokens that is dominated by noise, B g g would be
-    the Fisher information, so λ depends on the batch size. The correction is linear in ŵ, so for several microbatches
-    of one step at different ŵ, mean gradient and mean displacement suffice, except that g g is the square of the mean
-    gradient.
+    g g, elementwise, approximates the diagonal of the Hessian. For a mean over B tokens that is dominated by noise,
+    B g g would be the Fisher information, so λ depends on the batch size. The correction is linear in ŵ, so for several
+    microbatches of one step at different ŵ, mean gradient and mean displacement suffice, except that g g is the square
+    of the mean gradient.
     Source: DC-ASGD (Zheng et al., 2017, arXiv 1609.08326), equation 10.
     """
 
