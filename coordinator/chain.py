@@ -31,7 +31,7 @@ increments of term, sequence and era. A peer that lacks earlier plans asks for t
 one height (override_epoch, term, sequence) raise an alarm.
 
 A lying majority of electors is outside the fault model. The model includes a liar that names a huge term, above which
-no honest candidate could go. So each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
+no honest candidate could go. So a message raises the highest believable term by `TERM_JUMP_MAX` at most."""
 
 from collections import deque
 from collections.abc import Callable
@@ -83,7 +83,7 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: bytes = b""
     """The predecessor of `live`, with which other peers can check the votes of `live`."""
     mandated: bytes = b""
-    """The plan that brought the `override_epoch` of `live`, if it was made by an owner's mandate."""
+    """The plan made by an owner's mandate that set the `override_epoch` of `live`; empty: there is none."""
 
 
 class ChainLog:
@@ -98,7 +98,7 @@ class ChainLog:
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known: members that only the predecessor has may still drain."""
+        """The predecessor of the live plan, if known: members that only this predecessor has may still drain."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
@@ -155,7 +155,7 @@ class PlanChain:
         """Number of proven plans with the height (`height`) of another plan that we obeyed. It must stay 0."""
         self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
-        """The bound of believable terms, as raised by messages with higher terms (`takes_term`)."""
+        """The highest term made believable by messages; each adds at most `TERM_JUMP_MAX` (`takes_term`)."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -168,8 +168,8 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is at most `TERM_JUMP_MAX` above the highest known term; else raise that bound by one jump. If
-        the bound were fixed, liars could lead honest peers so far apart that they never believe each other again."""
+        """True if `term` is at most `TERM_JUMP_MAX` above the highest known term; else raise the known term by as much.
+        If the bound were fixed, liars could lead honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit

@@ -26,7 +26,7 @@ from shoal.protocol.seals import Seals
 ASKED_MAX = 8
 """Maximum number of peers that are asked at the same time: a silent peer must not block the sync."""
 PLANS_OPENED_MAX = 16
-"""Number of opened plans that are remembered, so that a plan in twenty heartbeats is verified once."""
+"""Number of opened plans that are remembered, so that a plan named in twenty heartbeats is verified only once."""
 HINT_HEARTBEATS = 5.0
 """How long we believe a hint that a peer coordinates a plan above ours, and send that peer our heartbeats."""
 DOUBT_HEARTBEATS = 60.0

@@ -33,7 +33,7 @@ DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
 """Above this number of records, those of peers that are neither present nor members are dropped."""
 _ENDS = 2
-"""A stage may have two parts beside its layers: the embeddings and the head."""
+"""The number of parts that a stage may have beside its layers: the embeddings and the head."""
 
 
 def span(said_s: float | None) -> float | None:

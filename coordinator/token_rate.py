@@ -28,7 +28,7 @@ SEEN_MARKS = 7
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""If the median of the last `LATE_MARKS` marks is lower than the layout's rate by this factor, it is the rate."""
+"""If the median of the last `LATE_MARKS` marks is below the layout's rate by this factor, it replaces that rate."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
 """A step is late after `LATE_STEPS` times the usual step time (for the rate of a layout: `SLOW_STEPS` times), and after

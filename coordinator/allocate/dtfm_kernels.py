@@ -247,22 +247,22 @@ def _boundary(x, above, under, hop):
 
 @kernel
 def total_rows(x, share, totals, first, last):
-    """Compute the rows of `totals` that concern stages, for stages first to last - 1."""
+    """Compute the two rows of `totals` that concern stages, at the stages `first` to `last` - 1."""
     for k in range(first, last):
         totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the rows of `totals` that concern boundaries, for those at stages first to last - 1."""
+    """Compute the two rows of `totals` that concern boundaries, at both sides of stages `first` to `last` - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of its variant with root mean squares, not
-    maxima."""
+    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of the variant that has root mean squares in place
+    of maxima."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):

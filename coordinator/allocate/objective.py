@@ -63,7 +63,7 @@ class Change:
     """The gain and the cost of a move from the live layout to another. Work is in seconds of the live layout."""
 
     gain: float
-    """The estimated gain in tokens/s: 0.1 is 10 % more."""
+    """The estimated relative gain in tokens/s: 0.1 is 10 % more."""
     trust: float
     """kappa in [0, 1], the factor on the logarithm of a predicted gain, since such predictions tend to be too high."""
     loss: float = 0.0
@@ -71,7 +71,7 @@ class Change:
     loss_before: float = 0.0
     """The time that failures of sole holders of a stage cost in the live layout, divided by the time of work."""
     drain_s: float
-    """Seconds to drain and refill the pipeline: a round trip and commit of each layout, unloaded, plus `AGREED_S`."""
+    """Seconds to drain and refill the pipeline: a round trip and a commit of both layouts, plus `AGREED_S`."""
     stop_and_copy_s: float
     """Seconds in which all state travels while the run stands still; inf: a standstill is not considered."""
     precopy_s: float

@@ -20,7 +20,7 @@ from shoal.protocol.tensors import (
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 _MANY = 2**20
-"""Elements of a tensor so large that the padding of its last tile is negligible, to compute bytes for each element."""
+"""Elements of an imagined tensor that gives the bytes of each element: its last tile's padding is negligible."""
 STATE_BYTES_PER_PARAMETER = 12.0
 """Bytes that a new holder downloads for each parameter: the parameter and two moments, each fp32."""
 
