@@ -82,7 +82,7 @@ class Calibration:
         self._shown_tokens_per_s = 0.0
         """Committed tokens/s for display; synchronous steps count as they are."""
         self._newest = 0.0
-        """Tokens/s of the newest step; corrected for synchronous steps, 0: unknown."""
+        """Tokens/s of the newest step, corrected for synchronous steps; 0: unknown."""
         self._noted = 0.0
         """Measured / predicted rate when the last search began or, if none has, when first known; 0: not known yet."""
         self._learned: dict[int, tuple[float, int]] = {}

@@ -59,7 +59,7 @@ from shoal.protocol.plan import Plan, SignedPlan, is_quorum, vote_body
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
-"""Number of obeyed plans that are remembered, to detect forks: four hours of terms."""
+"""Number of obeyed plans that are remembered, to detect forks: four hours at one term a minute and one plan a term."""
 
 
 class Adoption(NamedTuple):

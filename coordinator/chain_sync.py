@@ -135,7 +135,7 @@ class LeaderHint:
         self._gone_on_since_s: float | None = None
         """The time from which the coordinator of our plan has named another plan; None: it names ours."""
         self.doubted: dict[PeerID, float] = {}
-        """Peer that has not shown the plan that a hint named -> until when such hints do not count, oldest first."""
+        """Peer that has not shown the plan of a hint -> until when hints about this peer do not count, oldest first."""
         self.head_known = False
         """True once the directory has been asked for the head of the chain."""
 

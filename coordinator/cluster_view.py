@@ -34,7 +34,7 @@ LARGE_PEERS = 64
 """The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
 read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. In such a swarm no
+"""If the swarm is larger, only layout searches collect its links, because nothing else can wait for that. Then no
 throughput is predicted, repaired plans share work by speeds only, and state for another division is fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
 """Interval at which the throughput of the live layout is predicted."""

@@ -198,8 +198,8 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """Return the peers that count when a newcomer wants to join (present ones, members): peer -> advert, if
-        known."""
+        """Return {peer: its advert, if known} of the peers that are present and the plan's members: a limit on
+        newcomers counts these."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 

@@ -148,7 +148,7 @@ class Tenure:
     passed_over: set[PeerID] = field(default_factory=set)
 
     def hasten(self, due_s: float) -> None:
-        """Move the end of the term forward to `due_s`."""
+        """End the term at `due_s` if it would last longer and no heir has been asked yet."""
         if self.heir is None:
             self.due_s = min(self.due_s, due_s)
 

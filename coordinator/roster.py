@@ -58,7 +58,7 @@ class Presence:
     """If the peer is silent in this term: when we, or the previous coordinator, last heard it before the term."""
 
     def silent_s(self, now_s: float) -> float:
-        """Return the time since the peer's last heartbeat, or since one was due."""
+        """Return the time since the peer's last heartbeat or, if none has arrived, since we began to wait for one."""
         return now_s - (self.arrivals.last_s if self.silent_since_s is None else self.silent_since_s)
 
 
@@ -92,7 +92,7 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """The peer's presence. None: it is not present now, but was present earlier, or others have told of it."""
+    """The peer's presence; None: the peer was present only earlier, or others have told of it."""
     irregular: ArrivalStatistics | None = None
     """Statistics of the peer's heartbeats from before this term, if these were irregular."""
     speed: Estimate = field(default_factory=Estimate)

@@ -142,7 +142,7 @@ class SearchSchedule:
         seed: int,
         is_off: bool = False,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: nothing has changed since the last, or a first search is running."""
+        """Return the search to begin now; None: nothing has changed since the last one, or a first search runs."""
         job, last = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:

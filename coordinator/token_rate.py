@@ -22,9 +22,9 @@ WINDOW_STEPS = 4
 """The window over which the rate is measured has at least this many usual steps: fewer say little."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""The most marks that are kept. Two span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
+"""The most marks kept. Three in a row span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over this many of its last marks (points of the curve); a change shows after four."""
+"""A layout's rate is the median over its last `SEEN_MARKS` marks (points of the curve): four of them show a change."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25

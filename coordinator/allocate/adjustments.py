@@ -23,7 +23,7 @@ from shoal.protocol.topology import Floats
 TRIED = 16
 """`filled` tries at most this many left-out devices. Each costs up to one evaluation for each stage."""
 EXCHANGES_TRIED = 64
-"""The most exchanges tried by `with_fewest_moves`: those that save most bytes, since each costs an evaluation."""
+"""`with_fewest_moves` tries at most this many exchanges, those that save most bytes: each costs an evaluation."""
 ROUNDING = 1.0 + 1e-6
 AS_GOOD = 1.001
 """All exchanges together may lengthen a step by this factor: two measured devices are never quite equal."""

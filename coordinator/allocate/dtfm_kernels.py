@@ -144,7 +144,7 @@ def settle(x, share, hop):
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-    Returns: (dp, pp, work done); `dtfm_search.py` defines dp and pp."""
+    Returns: (dp, pp, units of work used); `dtfm_search.py` defines dp and pp."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
     sizes = np.empty(K, np.int64)
@@ -313,9 +313,9 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         x: a layout of at least two stages.
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts nothing worse.
-        smooth: the weight of the smooth objective at the beginning, in [0, 1].
-    Returns: the work done; about 150 million units take a second."""
+        heat: the first temperature / the mean effect of a random change on the objective; 0 accepts nothing worse.
+        smooth: the weight at the beginning, in [0, 1], of the objective with root mean squares in place of maxima.
+    Returns: the units of work used; about 150 million take a second."""
     K, R = x.shape
     totals, kept = np.zeros((4, K)), np.zeros((4, K))
     lots = np.array([seed], np.uint64)

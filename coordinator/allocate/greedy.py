@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """FLOP/s of the holders that stay / the stage's cost. The stage with the least value limits the pipeline."""
+        """FLOP/s of the holders that stay / the stage's cost. The stage with the least headroom limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -240,8 +240,8 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return a stage's loss if `peer` moves: 3: its last member, 2: its only copy of state, 1: its leader, 0:
-    nothing."""
+    """Return a stage's loss if `peer` moves: 3: last member; 2: only copy of its state; 1: leader; 0: nothing of
+    these."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]

@@ -243,8 +243,8 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return why the best other layout is not worth its cost. Args: change: the move to that layout; None: there is
-    none."""
+    """Return why the best other layout is not worth its cost. Args: change: the move to it; None: no other was
+    found."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)
@@ -385,8 +385,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the shares of work and reduction of the objective; unchanged unless all are positive and
-    finite."""
+    """Return the stages with the objective's shares of work and reduction; unchanged unless all shares are positive."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

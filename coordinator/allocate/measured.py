@@ -148,7 +148,8 @@ def speeds(
         claims: FLOP/s of each peer by its probe.
         reports: the peers' reports of their own work.
         machines: the claimed machine of each peer; empty: a machine of its own.
-        seen: the peers that others have seen at work. If none has enough reports, all peers' give the ratio.
+        seen: the peers that others have seen at work. If none of them has enough reports, the reports of all peers
+            give the ratio.
     """
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}

@@ -71,7 +71,7 @@ class Change:
     loss_before: float = 0.0
     """The time that failures of sole holders of a stage cost in the live layout, divided by the time of work."""
     drain_s: float
-    """Seconds to drain and refill the pipeline: a round trip and a commit of both layouts, plus `AGREED_S`."""
+    """Seconds to drain and refill the pipeline: a round trip and a commit in each of both layouts, plus `AGREED_S`."""
     stop_and_copy_s: float
     """Seconds in which all state travels while the run stands still; inf: a standstill is not considered."""
     precopy_s: float
@@ -255,8 +255,8 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
 def figures_variance(
     snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
 ) -> float:
-    """Return v, the mean variance of the logarithms of the measurements that limit a layout: those of the devices of
-    the limiting stage or, if lines limit, those of their links with each other and with neighbouring stages.
+    """Return v, the mean variance of the logarithms of the measurements that limit a layout: the speeds of the limiting
+    stage's devices or, if lines limit, the rates of these devices' links within the stage and to neighbouring stages.
     Args: bound: (what limits the layout, at which stage); None: unknown, and v is 0."""
     if bound is None or snapshot.network is None:
         return 0.0
