@@ -85,7 +85,7 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """(when we set the end of the live layout, or when our term began; that notice / the usual notice)."""
+        """(when we set the end of the live layout, or our term began; the notice that we gave / the usual notice)."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """When `_unfetched_bytes`, the fewest bytes that members of the next layout still lacked, was first seen."""

@@ -240,8 +240,8 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return a stage's loss if `peer` moves: 3: last member; 2: only copy of its state; 1: leader; 0: nothing of
-    these."""
+    """Return a stage's loss if `peer` moves: 3: its last member; 2: its only copy of the state; 1: its leader; 0:
+    none."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]

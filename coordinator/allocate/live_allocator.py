@@ -243,8 +243,7 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return why the best other layout is not worth its cost. Args: change: the move to it; None: no other was
-    found."""
+    """Return why the best other layout is not worth its cost. Args: change: the move to it; None: there is none."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)

@@ -145,11 +145,10 @@ def speeds(
     machine, since their probes may have run at once.
 
     Args:
-        claims: FLOP/s of each peer by its probe.
-        reports: the peers' reports of their own work.
+        claims: FLOP/s of each peer by its probe. reports: the peers' reports of their own work.
         machines: the claimed machine of each peer; empty: a machine of its own.
-        seen: the peers that others have seen at work. If none of them has enough reports, the reports of all peers
-            give the ratio.
+        seen: the peers that others have seen at work. If none of them has enough reports, the ratio comes from the
+            reports of all peers.
     """
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}
