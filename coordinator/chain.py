@@ -15,7 +15,7 @@ L's own coordinator needs no prepare phase in L's term: every elector obeys L, a
 candidate that learns of a plan with a vote must finish that plan before it makes its own, unless so many members deny
 a vote for it that it cannot have a majority (`Ballot.found`). Without this rule the chain would fork if a plan became
 live and its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not
-live by a later one: only it could have declared the first one live, and it never will.
+live by a later one: only this coordinator could have declared the first offer live, and it never will.
 
 So the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A member may refuse its vote
 for any reason (`voting` has the reasons): in Paxos a missing vote does no harm. A peer obeys only a live plan above its
@@ -228,8 +228,8 @@ class PlanChain:
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if its proof is valid; count a fork in `num_forks`.
-        Args: after: `plan`'s predecessor, if trusted unchecked: this peer knows no plan, or was away for longer than
-        peers keep old plans."""
+        Args: after: `plan`'s predecessor, if we trust it without a check, because this peer knows no plan, or was away
+        for longer than peers keep old plans."""
         known = next((known for known in self._obeyed if known.plan.height == plan.plan.height), None)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)

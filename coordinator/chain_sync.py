@@ -28,7 +28,7 @@ ASKED_MAX = 8
 PLANS_OPENED_MAX = 16
 """Number of opened plans that are remembered, so that a plan named in twenty heartbeats is verified only once."""
 HINT_HEARTBEATS = 5.0
-"""How long we believe a hint that a peer coordinates a plan above ours, and send that peer our heartbeats."""
+"""How long we believe a hint that a peer coordinates a plan above ours. Meanwhile it gets our heartbeats."""
 DOUBT_HEARTBEATS = 60.0
 """If the peer of a hint has not shown its plan within `HINT_HEARTBEATS`, hints about it are ignored for this long."""
 DOUBTED_MAX = 64

@@ -444,7 +444,7 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan from `source` if its proof is valid. Args: after: its predecessor, if trusted unchecked."""
+        """Obey a live plan from `source` if its proof is valid. Args: after: its predecessor, if we trust that one."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:

@@ -213,7 +213,7 @@ class Coordination:
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
-        """True until our coordinator has said that the run is done."""
+        """True if our coordinator's last reply had no proof that the run is done: then we send it any that we have."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of its last sign of life that the core was told of."""

@@ -12,7 +12,7 @@ least recently.
 
 Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of its rate
 each. So before the first plan they take turns with links that leave their machine, and a measurement by one peer counts
-for all. Each also measures a link to another peer of its machine, to check that both are on one.
+for all. Each also measures a link to another peer of its machine, to check that they share one.
 
 **Unreachable pairs.** Two peers behind routers may never connect, and a connected pair may lose its connection. Each
 peer reports how many tries to reach another peer have failed since that peer last answered (`LinkReport.num_failed`). A

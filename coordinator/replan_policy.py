@@ -110,7 +110,7 @@ class ReplanPolicy:
     # --- inputs ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. Args: leads: we coordinate it and its predecessor."""
+        """Record a live plan of any coordinator. Args: leads: we coordinate `plan` and its predecessor."""
         before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
@@ -136,7 +136,7 @@ class ReplanPolicy:
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
-        """Record that our proposed plan has failed, so that the swarm still needs one."""
+        """Record that our proposed plan has failed: the swarm still needs a new plan."""
         self._settled_for = None
         self.view.forget_inherited()
         self._schedule.forget()
@@ -315,7 +315,7 @@ class ReplanPolicy:
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
         """Return the time of the last sign of life of any member of these groups. A leaving member asks others to keep
-        its state before it goes, so every such copy was begun before this time."""
+        its state before it goes, so every copy made in this way was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)

@@ -31,7 +31,7 @@ the successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
-"""Above this number of records, those of peers that are neither present nor members are dropped."""
+"""If there are more records than this, those of peers that are neither present nor members are dropped."""
 _ENDS = 2
 """The number of parts that a stage may have beside its layers: the embeddings and the head."""
 
@@ -253,7 +253,7 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Record, for people, the peers that the previous coordinator missed. They get a full timeout, as others do."""
+        """Record the peers that the previous coordinator missed, so that people see them. Each gets a full timeout."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.at(absence.peer).presence
             if seen is not None and seen.heartbeat is None:

@@ -154,7 +154,7 @@ class TokenRate:
         return self._late_s(now_s, STANDS_STEPS)
 
     def _late_s(self, now_s: float, steps: float) -> float:
-        """Return the time since the last commit if that is more than `steps` usual steps and `STANDS_S`; else 0."""
+        """Return the time since the last commit if it exceeds both `steps` usual steps and `STANDS_S`; else 0."""
         idle_s = self.idle_s(now_s) or 0.0
         return idle_s if idle_s > max(STANDS_S, steps * self.usual_step_s) else 0.0
 

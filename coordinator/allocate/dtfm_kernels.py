@@ -25,7 +25,7 @@ import numpy as np
 from shoal.coordinator.cost.compiled import below, inner, kernel
 
 ORDER_EXACT_MAX = 13
-"""The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 at 13."""
+"""The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 for K = 13."""
 _PROBES = 128
 """Annealing first tries this many changes and undoes each: their mean effect on the cost sets the first temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)

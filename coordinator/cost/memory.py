@@ -19,7 +19,7 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""The fp32 moments of a parameter. Muon keeps one, and a second one for parameters that are not in hidden matrices."""
+"""The number of fp32 moments of a parameter. Muon keeps one, and a second one outside the hidden matrices."""
 LOGITS_BYTES_MAX = 1 << 28
 """The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0

@@ -70,7 +70,7 @@ class Workload:
     """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient. For subspace
     models, which send only k numbers a token, labels count, too."""
     microbatches: int
-    """M, the microbatches of a step."""
+    """M, the number of microbatches of a step."""
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None
