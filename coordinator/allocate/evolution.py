@@ -17,7 +17,7 @@ from shoal.coordinator.allocate.throughput_search import HOMELESS, Assignment, I
 WORK_PER_SECOND = 100_000_000
 """The units of work in a budget of one second. One core does more per second (MEASURED.md), so a search ends sooner."""
 POPULATION = 8
-"""The size of the population. Fewer offer too few alternatives; more get too little of a one-second search each."""
+"""The number of individuals: fewer lack alternatives to try; with more, each gets too little of a one-second search."""
 
 
 def evolve(

@@ -240,8 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return a stage's loss if `peer` moves: 3: its last member; 2: its only copy of the state; 1: its leader; 0:
-    none."""
+    """Return a stage's loss if `peer` moves: 3: last member; 2: only copy of the state; 1: leader; 0: none of these."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -262,7 +261,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a plan's stage. Members get work in proportion to speed, and reduction to upload rate."""
+    """Return the slot as a plan's stage: work shares are proportional to speed, reduction parts to upload rate."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (

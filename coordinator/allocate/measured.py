@@ -30,7 +30,7 @@ SPEED_REPORTS = 3
 BOAST = 4.0
 """A sender's claimed rate counts up to this multiple of the rate that its receiver has measured, which errs low."""
 BOAST_CLAIMED = 16.0
-"""An unmeasured claim counts up to this multiple of the median claim: GPUs and processors do differ that much."""
+"""If nothing is measured, a claim counts up to this multiple of the median: GPUs and processors do differ that much."""
 BOAST_MEASURED = 64.0
 """A device's reported speed counts up to this multiple of the median: a data centre's GPU may be among processors."""
 WIDE = math.log(2.0) ** 2
@@ -43,7 +43,7 @@ LEAST_VARIANCE = 0.05**2
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""A probe's variance is the mean of log(measured / claimed speed)^2 over devices; this many more count with `WIDE`."""
+"""A probe's variance is a mean of log(measured / claimed speed)^2: over the devices and this many more at `WIDE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12

@@ -39,7 +39,7 @@ _RANKED = 4
 UNITS = 128
 """The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
-"""The last level has single devices if there are at most this many: a move in a stage of n members costs n^2."""
+"""The last level has single devices if there are at most this many: a move in a stage of n members costs n^2 work."""
 
 
 def default_work(num_devices: int) -> int:
