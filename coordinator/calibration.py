@@ -78,11 +78,11 @@ class Calibration:
         """The objective's current prediction for the live layout, without the learned factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
-        """(measured tokens/s of the live layout, measured steps). The rate is corrected for synchronous steps."""
+        """(measured tokens/s of the live layout, corrected for synchronous steps; number of measured steps)."""
         self._shown_tokens_per_s = 0.0
         """Committed tokens/s for display; synchronous steps count as they are."""
         self._newest = 0.0
-        """Tokens/s of the newest step; corrected for synchronous steps, 0: unknown."""
+        """Tokens/s of the newest step, corrected for synchronous steps; 0: unknown."""
         self._noted = 0.0
         """Measured / predicted rate when the last search began or, if none has, when first known; 0: not known yet."""
         self._learned: dict[int, tuple[float, int]] = {}
@@ -122,7 +122,7 @@ class Calibration:
 
     @property
     def seen_tokens_per_s(self) -> float:
-        """The live layout's tokens/s; 0: too few steps."""
+        """Tokens/s of the live layout, measured or, if that is out of date, predicted; 0: too few measured steps."""
         return self._rate if self._seen[1] >= OFF_STEPS else 0.0
 
     @property

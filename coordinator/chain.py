@@ -15,7 +15,7 @@ L's own coordinator needs no prepare phase in L's term: every elector obeys L, a
 candidate that learns of a plan with a vote must finish that plan before it makes its own, unless so many members deny
 a vote for it that it cannot have a majority (`Ballot.found`). Without this rule the chain would fork if a plan became
 live and its coordinator crashed before it told anybody. Within a term, a coordinator may replace an offer that is not
-live by a later one: only it could have declared the first one live, and it never will.
+live by a later one: only this coordinator could have declared the first offer live, and it never will.
 
 So the live plans of a run are totally ordered, and (term, sequence) grows along the chain. A member may refuse its vote
 for any reason (`voting` has the reasons): in Paxos a missing vote does no harm. A peer obeys only a live plan above its
@@ -31,7 +31,7 @@ increments of term, sequence and era. A peer that lacks earlier plans asks for t
 one height (override_epoch, term, sequence) raise an alarm.
 
 A lying majority of electors is outside the fault model. The model includes a liar that names a huge term, above which
-no honest candidate could go. So each message raises the highest term that is believed by at most `TERM_JUMP_MAX`."""
+no honest candidate could go. So a message raises the highest believable term by `TERM_JUMP_MAX` at most."""
 
 from collections import deque
 from collections.abc import Callable
@@ -59,7 +59,7 @@ from shoal.protocol.plan import Plan, SignedPlan, is_quorum, vote_body
 from shoal.protocol.statement import VerifySignature
 
 OBEYED_MAX = 256
-"""Number of obeyed plans that are remembered, to detect forks: four hours of terms."""
+"""Number of obeyed plans that are remembered, to detect forks: four hours at one term a minute and one plan a term."""
 
 
 class Adoption(NamedTuple):
@@ -83,7 +83,7 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: bytes = b""
     """The predecessor of `live`, with which other peers can check the votes of `live`."""
     mandated: bytes = b""
-    """The plan that brought the `override_epoch` of `live`, if it was made by an owner's mandate."""
+    """The plan made by an owner's mandate that set the `override_epoch` of `live`; empty: there is none."""
 
 
 class ChainLog:
@@ -98,7 +98,7 @@ class ChainLog:
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known: members that only the predecessor has may still drain."""
+        """The predecessor of the live plan, if known: members that only this predecessor has may still drain."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
@@ -155,7 +155,7 @@ class PlanChain:
         """Number of proven plans with the height (`height`) of another plan that we obeyed. It must stay 0."""
         self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
-        """The bound of believable terms, as raised by messages with higher terms (`takes_term`)."""
+        """The highest term made believable by messages; each adds at most `TERM_JUMP_MAX` (`takes_term`)."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -168,8 +168,8 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is at most `TERM_JUMP_MAX` above the highest known term; else raise that bound by one jump. If
-        the bound were fixed, liars could lead honest peers so far apart that they never believe each other again."""
+        """True if `term` is at most `TERM_JUMP_MAX` above the highest known term; else raise the known term by as much.
+        If the bound were fixed, liars could lead honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit
@@ -228,8 +228,8 @@ class PlanChain:
 
     def adopt(self, plan: SignedPlan, *, after: SignedPlan | None = None) -> Adoption:
         """Obey a live plan if its proof is valid; count a fork in `num_forks`.
-        Args: after: `plan`'s predecessor, if trusted unchecked: this peer knows no plan, or was away for longer than
-        peers keep old plans."""
+        Args: after: `plan`'s predecessor, if we trust it without a check, because this peer knows no plan, or was away
+        for longer than peers keep old plans."""
         known = next((known for known in self._obeyed if known.plan.height == plan.plan.height), None)
         if known is not None and known.digest != plan.digest:
             return self._other_of_one_height(known, plan)

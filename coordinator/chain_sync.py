@@ -26,9 +26,9 @@ from shoal.protocol.seals import Seals
 ASKED_MAX = 8
 """Maximum number of peers that are asked at the same time: a silent peer must not block the sync."""
 PLANS_OPENED_MAX = 16
-"""Number of opened plans that are remembered, so that a plan in twenty heartbeats is verified once."""
+"""Number of opened plans that are remembered, so that a plan named in twenty heartbeats is verified only once."""
 HINT_HEARTBEATS = 5.0
-"""How long we believe a hint that a peer coordinates a plan above ours, and send that peer our heartbeats."""
+"""How long we believe a hint that a peer coordinates a plan above ours. Meanwhile it gets our heartbeats."""
 DOUBT_HEARTBEATS = 60.0
 """If the peer of a hint has not shown its plan within `HINT_HEARTBEATS`, hints about it are ignored for this long."""
 DOUBTED_MAX = 64
@@ -135,7 +135,7 @@ class LeaderHint:
         self._gone_on_since_s: float | None = None
         """The time from which the coordinator of our plan has named another plan; None: it names ours."""
         self.doubted: dict[PeerID, float] = {}
-        """Peer that has not shown the plan that a hint named -> until when such hints do not count, oldest first."""
+        """Peer that has not shown the plan of a hint -> until when hints about this peer do not count, oldest first."""
         self.head_known = False
         """True once the directory has been asked for the head of the chain."""
 

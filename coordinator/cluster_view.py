@@ -34,7 +34,7 @@ LARGE_PEERS = 64
 """The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
 read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""Only layout searches collect the links of a larger swarm, because nothing else can wait for that. In such a swarm no
+"""If the swarm is larger, only layout searches collect its links, because nothing else can wait for that. Then no
 throughput is predicted, repaired plans share work by speeds only, and state for another division is fetched ahead."""
 FORESEE_HEARTBEATS = 10.0
 """Interval at which the throughput of the live layout is predicted."""
@@ -326,7 +326,7 @@ class ClusterView:
 
     def _refused(self, live: Plan) -> set[PeerID]:
         """Return the peers that a stage rejects: a majority of its other members, at least two, report such a peer as
-        unsound. The reporters must have joined by two invites, if that stage's members joined by several."""
+        unsound. If that stage's members joined by several invites, the reporters must have joined by two or more."""
         return {
             accused
             for accused, accusers in self.roster.accusers().items()
@@ -417,7 +417,7 @@ class ClusterView:
 
     def _horizon_s(self, now_s: float) -> float:
         """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
-        past layouts (a Poisson process with a gamma prior of one in `HORIZON_S`). When no layout lasts, a change
+        past layouts (a Poisson process with a gamma prior of one change in `HORIZON_S`). When no layout lasts, a change
         becomes less and less attractive."""
         lasts_s = max(HORIZON_S, now_s - self._changed_s)
         if self._num_divisions:

@@ -69,7 +69,7 @@ class Beat(CoordinationEvent, frozen=True):
 
 
 class Heard(CoordinationEvent, frozen=True):
-    """A call or frame from `peer` that is no heartbeat has arrived. One event may stand for many of them."""
+    """A message from `peer` other than a heartbeat has arrived. One event may stand for many such messages."""
 
     peer: PeerID
 

@@ -198,8 +198,8 @@ class CoordinationCore:
         return frozenset((*self.view.roster.presences, *(self.plan.members if self.plan else ())))
 
     def present_peers(self) -> dict[PeerID, messages.Advert | None]:
-        """Return the peers that count when a newcomer wants to join (present ones, members): peer -> advert, if
-        known."""
+        """Return {peer: its advert, if known} of the peers that are present and the plan's members: a limit on
+        newcomers counts these."""
         present = {peer: seen.advert for peer, seen in self.view.roster.presences.items() if not seen.left}
         return present | {peer: present.get(peer) for peer in (self.plan.members if self.plan else ())}
 
@@ -444,7 +444,7 @@ class CoordinationCore:
     def _adopt(
         self, plan: SignedPlan, now_s: float, source: PeerID, *, after: SignedPlan | None = None
     ) -> list[Command]:
-        """Obey a live plan from `source` if its proof is valid. Args: after: its predecessor, if trusted unchecked."""
+        """Obey a live plan from `source` if its proof is valid. Args: after: its predecessor, if we trust that one."""
         was_coordinator, before, num_forks = self.is_coordinator, self.chain.live, self.chain.num_forks
         new, reason, lacks = self.chain.adopt(plan, after=after)
         if lacks:

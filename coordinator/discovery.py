@@ -20,15 +20,15 @@ ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
 """Interval at which our advert is renewed: two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""How long the directory keeps the head of the chain for newcomers, after the last coordinator has fallen silent. The
-highest record counts."""
+"""How long the directory keeps the head of the chain for newcomers, after the last coordinator has fallen silent. If
+there are several records, the one with the highest plan counts."""
 READERS = 64
-"""A peer that knows fewer peers than this reads all adverts with each renewal of its own; others read less often."""
+"""A peer that knows fewer peers reads all adverts with each renewal of its own; a peer that knows more, less often."""
 DIALS_MAX = 16
 """Maximum number of peers introduced to the transport at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change its addresses this many times, then once every `MOVE_S`: it could make us dial strangers."""
+"""A peer may change addresses this many times, then once every `MOVE_S`: else it could make us dial many strangers."""
 
 
 def peers_key(run: str) -> str:
@@ -99,7 +99,7 @@ class Discovery:
         await self._store(self._plan_key, head, HEAD_EXPIRES_S)
 
     async def look_up(self, doubted: Container[PeerID] = ()) -> PlanHead | None:
-        """Return the highest plan that coordinators have posted; a `doubted` peer's only if there is no other."""
+        """Return the highest plan that coordinators have posted; one by a `doubted` peer only if there is no other."""
         records = await self._records(self._plan_key)
         heads = [head for peer, head in records if isinstance(head, PlanHead) and head.coordinator == peer]
         head = max(heads, key=lambda h: (h.coordinator not in doubted, h.term, h.sequence, h.coordinator), default=None)

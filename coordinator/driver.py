@@ -81,7 +81,7 @@ TURNED_AWAY_TIMES = 5
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""The core is told of a member's signs of life at most once in this time: hundreds may arrive in a second."""
+"""The core hears of a member's signs of life at most once in this time, since hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough time to ask two peers."""
 
@@ -213,7 +213,7 @@ class Coordination:
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
-        """True until our coordinator has said that the run is done."""
+        """True if our coordinator's last reply had no proof that the run is done: then we send it any that we have."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of its last sign of life that the core was told of."""

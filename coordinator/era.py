@@ -160,7 +160,7 @@ class HolderWatch:
 
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None) -> CheckpointCatalog:
-    """Return the snapshots of the live peers, and the layers that they carry from one layout to the next.
+    """Return the snapshots on live peers' disks, and the last layout's state that they keep in memory for new holders.
     Args: among: only peers that a plan with this layout would reach; None: all."""
     peers = roster.alive(now_s)
     if among is not None:
@@ -358,8 +358,8 @@ def _newest(entries: Iterable[Certified], wanted: frozenset[str]) -> tuple[int, 
 
 
 def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySignature, are_enough: AreEnough) -> str:
-    """Say what is wrong with the certificates of `plan`, the successor of `base`; empty: nothing. One may lack
-    signatures, the newest may be missing, or the era may begin at an uncertified version."""
+    """Say what is wrong with the certificates of `plan`, the successor of `base`; empty: nothing. A certificate may
+    lack signatures, the newest may be missing, or the era may begin at an uncertified version."""
     newest, wanted = newest_whole(base, model)
     if _newest(plan.certified, wanted) < newest:
         return f"version {newest[1]} of era {newest[0]} is no longer certified"

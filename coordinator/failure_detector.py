@@ -44,12 +44,12 @@ CLOSE_FLOOR_HEARTBEATS = 1.2
 """Shortest timeout of the peers that ping the coordinator: five pings stay unanswered in it. A new plan should be live
 after two heartbeats, so most of a heartbeat is left for its three round trips."""
 BACKING_HEARTBEATS = 1.15
-"""A member backs a coordinator at least this long after its last sign of life: heartbeats vary by a twentieth."""
+"""Members back a coordinator at least this long after its last sign of life: heartbeats vary by a twentieth."""
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
-time of a peer's network daemon on a busy machine. A roll-back costs more."""
+time of a peer's network daemon on a busy machine. A roll-back would cost more than this wait."""
 UNANSWERED_PATIENCE = 0.5
-"""A member that two neighbours cannot reach is gone once our pings stay unanswered for this share of its timeout."""
+"""Two neighbours cannot reach a member: it is gone once our pings stay unanswered for this share of its timeout."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
@@ -63,7 +63,7 @@ TOGETHER_HEARTBEATS = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Inquiry:
-    """The check of one peer that may have failed. A member's check of the coordinator uses only the first fields."""
+    """The check of one peer that may have failed. A member's check of the coordinator uses the first three fields."""
 
     since_s: float
     ping_at_s: float

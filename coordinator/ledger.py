@@ -198,8 +198,8 @@ class Ledger:
         return flaws
 
     def _confirm(self, *, flush: bool = False) -> None:
-        """Count the steps that the last stage's leader has reported and its members have confirmed.
-        Args: flush: also count the reported steps that follow directly: another coordinator will see them confirmed."""
+        """Count the steps that the last stage's leader has reported and its members have confirmed. Args: flush: also
+        count the next steps that are only reported, up to a gap: another coordinator will see them confirmed."""
         confirmed = self._versions[self._num_stages - 1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1

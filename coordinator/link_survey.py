@@ -12,7 +12,7 @@ least recently.
 
 Peers that name one machine share a network card (`Advert.machine`), and simultaneous probes would see half of its rate
 each. So before the first plan they take turns with links that leave their machine, and a measurement by one peer counts
-for all. Each also measures a link to another peer of its machine, to check that both are on one.
+for all. Each also measures a link to another peer of its machine, to check that they share one.
 
 **Unreachable pairs.** Two peers behind routers may never connect, and a connected pair may lose its connection. Each
 peer reports how many tries to reach another peer have failed since that peer last answered (`LinkReport.num_failed`). A
@@ -95,7 +95,7 @@ class LinkSurvey:
         self._probed: dict[str, int] = {}
         """Peer or network card -> serial number of the last request to measure a link towards it."""
         self._leaving: dict[str, tuple[PeerID, float]] = {}
-        """Network card -> the peer last asked to measure links that leave it, and when."""
+        """Network card -> the peer behind it that was last asked to measure links to other machines, and when."""
         self._suspected_s: dict[PeerID, float] = {}
         """Peer -> when its line was first suspected to have become slow."""
 
@@ -321,8 +321,8 @@ class LinkSurvey:
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """True if one of `peers` may have a slow line, and another's measurement of its link towards that peer is still
-        to come: not requested since the suspicion, or requested less than `CONFIRM_HEARTBEATS` ago."""
+        """True if one of `peers` may have a slow line, and another of them has still to report its link towards that
+        peer: it was not asked since the suspicion, or less than `CONFIRM_HEARTBEATS` ago."""
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(
             not since_s <= self._asked_s(peer, other) <= lately_s

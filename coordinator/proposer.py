@@ -94,7 +94,7 @@ class Ballot:
         return [Ask(peer=peer, message=question) for peer in peers]
 
     def is_answered_by(self, event: Answered | Unanswered) -> bool:
-        """True if `event` answers our present question, not one before a pre-vote raised its term."""
+        """True if `event` answers our present question, not a question from before the pre-vote raised its term."""
         asked = event.asked
         if self.prevote and isinstance(asked, TermRequest):
             asked = msgspec.structs.replace(asked, term=self.term)
@@ -411,8 +411,8 @@ class Proposer:
         mandate: bytes = b"",
         override_epoch: int | None = None,
     ) -> SignedPlan:
-        """Draft and sign the successor of `base` (None: the first plan) with this layout.
-        Args: mandate: the owner's permission for a plan without votes, or empty. override_epoch: None: as in `base`."""
+        """Draft and sign the successor of `base` (None: the first plan) with this layout. Args: mandate: the owner's
+        permission for a plan without votes; empty: none. override_epoch: that of the new plan; None: as in `base`."""
         view = self._policy.view
         sequence = self._sequence_max = self.next_sequence(base)
         before, begins = base.plan if base else None, layout.beginning

@@ -85,7 +85,7 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """(when we set the end of the live layout, or our term began; how many times the usual notice we gave)."""
+        """(when we set the end of the live layout, or our term began; the notice that we gave / the usual notice)."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """When `_unfetched_bytes`, the fewest bytes that members of the next layout still lacked, was first seen."""
@@ -96,7 +96,7 @@ class ReplanPolicy:
         self._ended_s: float | None = None
         """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
-        """When a member of the stage that lost its state was last alive; inf: enough peers are left for a layout."""
+        """When the stage without state last had a live member, if too few peers are left for a layout; else inf."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
@@ -110,7 +110,7 @@ class ReplanPolicy:
     # --- inputs ---
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
-        """Record a live plan of any coordinator. Args: leads: we coordinate it and its predecessor."""
+        """Record a live plan of any coordinator. Args: leads: we coordinate `plan` and its predecessor."""
         before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
@@ -136,7 +136,7 @@ class ReplanPolicy:
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
 
     def unsettle(self) -> None:
-        """Record that our proposed plan has failed, so that the swarm still needs one."""
+        """Record that our proposed plan has failed: the swarm still needs a new plan."""
         self._settled_for = None
         self.view.forget_inherited()
         self._schedule.forget()
@@ -315,7 +315,7 @@ class ReplanPolicy:
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
         """Return the time of the last sign of life of any member of these groups. A leaving member asks others to keep
-        its state before it goes, so every such copy was begun before this time."""
+        its state before it goes, so every copy made in this way was begun before this time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
@@ -450,7 +450,7 @@ class ReplanPolicy:
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
         """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first version
         of which every member learns in time, or the one after that. A change in the middle of a step repeats the part
-        that was begun. If a stage has its maximum lead already, one step less of notice is enough."""
+        that was begun. If a stage has its maximum lead already, it waits, and one step less of notice is enough."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:

@@ -85,9 +85,9 @@ HEAD_HEARTBEATS = 10.0
 ALONE_HEARTBEATS = 1.0
 """A coordinator that hears no majority renews the chain's record this soon: the others may have another coordinator."""
 OVERTIME_HEARTBEATS = 6.0
-"""A term lasts up to this much longer if a check of a member, or the search after a loss, is not finished."""
+"""A term lasts up to this much longer while a check of a member, or the search after losing one, is not finished."""
 SEARCH_HEARTBEATS = 3.0
-"""Time for the search after a loss, and for the vote on its result."""
+"""Time for the layout search after the loss of a member, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
 """A coordinator that cannot reach a member that others reach transfers the role, but not before this time. Otherwise
 the role would never rest in a swarm where no peer reaches all others."""
@@ -148,7 +148,7 @@ class Tenure:
     passed_over: set[PeerID] = field(default_factory=set)
 
     def hasten(self, due_s: float) -> None:
-        """Move the end of the term forward to `due_s`."""
+        """End the term at `due_s` if it would last longer and no heir has been asked yet."""
         if self.heir is None:
             self.due_s = min(self.due_s, due_s)
 
@@ -254,7 +254,7 @@ class CoordinationRole:
         self.hint.excuse(now_s)
 
     def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
-        """Follow the new live plan, which replaces `before`. Returns: the old coordinator if silent, else None."""
+        """Follow the new live plan, which replaces `before`. Returns: the old coordinator, if silent; else None."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
         if new_term:

@@ -31,9 +31,9 @@ the successor a wait."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
-"""Above this number of records, those of peers that are neither present nor members are dropped."""
+"""If there are more records than this, those of peers that are neither present nor members are dropped."""
 _ENDS = 2
-"""A stage may have two parts beside its layers: the embeddings and the head."""
+"""The number of parts that a stage may have beside its layers: the embeddings and the head."""
 
 
 def span(said_s: float | None) -> float | None:
@@ -58,7 +58,7 @@ class Presence:
     """If the peer is silent in this term: when we, or the previous coordinator, last heard it before the term."""
 
     def silent_s(self, now_s: float) -> float:
-        """Return the time since the peer's last heartbeat, or since one was due."""
+        """Return the time since the peer's last heartbeat or, if none has arrived, since we began to wait for one."""
         return now_s - (self.arrivals.last_s if self.silent_since_s is None else self.silent_since_s)
 
 
@@ -92,7 +92,7 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """The peer's presence. None: it is not present now, but was present earlier, or others have told of it."""
+    """The peer's presence; None: the peer was present only earlier, or others have told of it."""
     irregular: ArrivalStatistics | None = None
     """Statistics of the peer's heartbeats from before this term, if these were irregular."""
     speed: Estimate = field(default_factory=Estimate)
@@ -253,7 +253,7 @@ class Roster:
         return tuple(islice(silent, ABSENT_MAX))
 
     def expect_absent(self, absent: Iterable[Absence], now_s: float) -> None:
-        """Record, for people, the peers that the previous coordinator missed. They get a full timeout, as others do."""
+        """Record the peers that the previous coordinator missed, so that people see them. Each gets a full timeout."""
         for absence in islice(absent, ABSENT_MAX):
             seen = self.at(absence.peer).presence
             if seen is not None and seen.heartbeat is None:

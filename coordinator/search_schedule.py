@@ -66,9 +66,9 @@ class SearchSchedule:
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
         self._last: SearchJob | None = None
-        """The last search that has ended, by us or the predecessor."""
+        """The last search that has ended, ours or the predecessor's."""
         self._is_bug = False
-        """True if the last search raised an exception: another for the same layout and swarm would raise it, too."""
+        """True if the last search raised an exception: repeated for the same layout and swarm, it would raise again."""
         self._inherited: tuple[Places, frozenset[Pair]] | None = None
         """The layers and members that the predecessor has searched for, and the pairs of peers then unreachable."""
         self._seen: tuple[Places, Swarm] | None = None
@@ -142,7 +142,7 @@ class SearchSchedule:
         seed: int,
         is_off: bool = False,
     ) -> SearchJob | None:
-        """Return the search to begin now; None: nothing has changed since the last, or a first search is running."""
+        """Return the search to begin now; None: nothing has changed since the last one, or a first search runs."""
         job, last = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed), self._last
         if plan is None:
             if self._running is not None and self._running.swarm == swarm:

@@ -22,13 +22,13 @@ WINDOW_STEPS = 4
 """The window over which the rate is measured has at least this many usual steps: fewer say little."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""The most marks that are kept. Two span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
+"""The most marks kept. Three in a row span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over this many of its last marks (points of the curve); a change shows after four."""
+"""A layout's rate is the median over this many last marks (points of the curve): it shows a change after four marks."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""If the median of the last `LATE_MARKS` marks is lower than the layout's rate by this factor, it is the rate."""
+"""If the median of the last `LATE_MARKS` marks is below the layout's rate by this factor, it replaces that rate."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
 """A step is late after `LATE_STEPS` times the usual step time (for the rate of a layout: `SLOW_STEPS` times), and after
@@ -154,7 +154,7 @@ class TokenRate:
         return self._late_s(now_s, STANDS_STEPS)
 
     def _late_s(self, now_s: float, steps: float) -> float:
-        """Return the time since the last commit if that is more than `steps` usual steps and `STANDS_S`; else 0."""
+        """Return the time since the last commit if it exceeds both `steps` usual steps and `STANDS_S`; else 0."""
         idle_s = self.idle_s(now_s) or 0.0
         return idle_s if idle_s > max(STANDS_S, steps * self.usual_step_s) else 0.0
 

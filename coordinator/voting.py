@@ -68,7 +68,8 @@ class Electorate:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
         self._invite_of = invite_of
         self._placed: dict[PeerID, tuple[float, bool]] = {}
-        """Member with a stage or expert -> (when it got that, as far as we know; whether we have seen it arrive)."""
+        """Member with a stage or expert -> (when we obeyed the first plan that gave the member one; True if we had
+        obeyed the plan before that, too. Otherwise the member may have had its stage or expert for longer)."""
         self._refused: set[PeerID] = set()
         self._one_by_one = False
 

@@ -21,12 +21,12 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.topology import Floats
 
 TRIED = 16
-"""The number of unplaced devices that are tried. Each costs up to one evaluation for each stage."""
+"""`filled` tries at most this many left-out devices. Each costs up to one evaluation for each stage."""
 EXCHANGES_TRIED = 64
-"""The limit on tried exchanges. Each costs an evaluation, so those that save most bytes of state come first."""
+"""`with_fewest_moves` tries at most this many exchanges, those that save most bytes: each costs an evaluation."""
 ROUNDING = 1.0 + 1e-6
 AS_GOOD = 1.001
-"""Exchanges may lengthen the step by this factor in all: two measured devices are never quite equal."""
+"""All exchanges together may lengthen a step by this factor: two measured devices are never quite equal."""
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:

@@ -88,7 +88,7 @@ def cut(
     topology: Topology, workload: Workload, stages: Sequence[Sequence[int]], *, held: float
 ) -> tuple[int, ...] | None:
     """Divide the layers among the stages so that the slowest stage computes as briefly as possible. Links are ignored.
-    Args: held: microbatches in the memory of each device. Returns: the bounds [K + 1]; None: too little memory."""
+    Args: held: microbatches that each device holds in memory. Returns: the bounds [K + 1]; None: too little memory."""
     flop_to = np.cumsum((0.0, *workload.layer_flop))
     held_to = held * np.cumsum((0.0, *workload.layer_held_bytes))
     flop = flop_to[None, :] - flop_to[:, None]  # [first, last]

@@ -25,7 +25,7 @@ import numpy as np
 from shoal.coordinator.cost.compiled import below, inner, kernel
 
 ORDER_EXACT_MAX = 13
-"""The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 at 13."""
+"""The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 for K = 13."""
 _PROBES = 128
 """Annealing first tries this many changes and undoes each: their mean effect on the cost sets the first temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
@@ -144,7 +144,7 @@ def settle(x, share, hop):
     Args:
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-    Returns: (dp, pp, work done); `dtfm_search.py` defines dp and pp."""
+    Returns: (dp, pp, units of work used); `dtfm_search.py` defines dp and pp."""
     K, R = x.shape
     groups = np.empty((K, R), np.int64)
     sizes = np.empty(K, np.int64)
@@ -247,22 +247,22 @@ def _boundary(x, above, under, hop):
 
 @kernel
 def total_rows(x, share, totals, first, last):
-    """Compute the rows of `totals` that concern stages, for stages first to last - 1."""
+    """Compute the two rows of `totals` that concern stages, at the stages `first` to `last` - 1."""
     for k in range(first, last):
         totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the rows of `totals` that concern boundaries, for those at stages first to last - 1."""
+    """Compute the two rows of `totals` that concern boundaries, at both sides of stages `first` to `last` - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of its variant with root mean squares, not
-    maxima."""
+    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of the variant that has root mean squares in place
+    of maxima."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):
@@ -313,9 +313,9 @@ def anneal(x, share, hop, seed, work, heat, smooth):
         x: a layout of at least two stages.
         share: float64 [2, N, N], seconds of all-reduce between two members of a small (0) or a full (1) stage.
         hop: float64 [N, N], symmetric, seconds.
-        heat: the first temperature, as a multiple of a trial's mean change of the objective; 0 accepts nothing worse.
-        smooth: the weight of the smooth objective at the beginning, in [0, 1].
-    Returns: the work done; about 150 million units take a second."""
+        heat: the first temperature / the mean effect of a random change on the objective; 0 accepts nothing worse.
+        smooth: the weight at the beginning, in [0, 1], of the objective with root mean squares in place of maxima.
+    Returns: the units of work used; about 150 million take a second."""
     K, R = x.shape
     totals, kept = np.zeros((4, K)), np.zeros((4, K))
     lots = np.array([seed], np.uint64)

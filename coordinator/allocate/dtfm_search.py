@@ -31,7 +31,7 @@ NO_PATH_S = 1e9
 """The seconds of a hop where there is no path. Unlike infinity, it can be subtracted from a sum again."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
-"""First temperature / mean change of the objective in a trial. 0.2 to 0.35 do equally well, 1 does 1 % worse."""
+"""First temperature / mean effect of a random change on the cost. 0.2 to 0.35 do equally well, 1 does 1 % worse."""
 
 
 def share_seconds(topology: Topology, workload: WorkloadEntry, replicas: int) -> Floats:
@@ -123,12 +123,12 @@ class DtfmEvaluator:
         return x
 
     def settle(self, x: Assignment) -> tuple[float, int]:
-        """Put the stages into the best order and match their members, in place. Returns: (cost, work)."""
+        """Put the stages into the best order and match their members, in place. Returns: (cost, units of work used)."""
         dp, pp, work = self._kernels.settle(x, self._share, self.hop)
         return float(dp + 2.0 * pp), int(work)
 
     def improve(self, x: Assignment, *, seed: int, work: int) -> tuple[Assignment, float, int]:
-        """Anneal `x`, then improve it further, accepting nothing worse. Changes `x`. Returns: (layout, cost, work)."""
+        """Anneal `x`, then accept only improvements. Changes `x`. Returns: (layout, cost, units of work used)."""
         _, spent = self.settle(x)
         hot = work - work // 8 - spent  # the last eighth is without heat and starts from exact matching and order
         found, more = self._anneal(x, seed, hot, heat=_HEAT, smooth=1.0)
@@ -137,7 +137,7 @@ class DtfmEvaluator:
         return (x, polished, spent + more) if polished < found else (best, found, spent + more)
 
     def _anneal(self, x: Assignment, seed: int, work: int, *, heat: float, smooth: float) -> tuple[float, int]:
-        """Anneal a layout of two stages or more, then `settle` the layout, in place. Returns: (cost, work)."""
+        """Anneal a layout of two stages or more, then `settle` it, in place. Returns: (cost, units of work used)."""
         spent = 0
         if self.num_stages > 1:
             spent = int(self._kernels.anneal(x, self._share, self.hop, np.uint64(seed), work, heat, smooth))

@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """FLOP/s of the holders that stay / the stage's cost; the stage with the least limits the pipeline."""
+        """FLOP/s of the holders that stay / the stage's cost. The stage with the least headroom limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -240,7 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return what a stage loses if `peer` moves: 3: its last member, 2: its only state, 1: its leader, 0: nothing."""
+    """Return a stage's loss if `peer` moves: 3: last member; 2: only copy of the state; 1: leader; 0: none of these."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -261,7 +261,7 @@ def _release(slots: Sequence[Slot]) -> None:
 
 
 def stage_of(slot: Slot) -> Stage:
-    """Return the slot as a plan's stage: work is shared in proportion to speed, the reduction by upload rate."""
+    """Return the slot as a plan's stage: work shares are proportional to speed, reduction parts to upload rate."""
     speed = sum(peer.flop_per_s for peer in slot.holders)
     upload = sum(peer.upload_bytes_per_s for peer in slot.holders)
     members = (

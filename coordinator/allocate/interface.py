@@ -86,13 +86,13 @@ class SwarmSnapshot:
     unreachable: frozenset[Pair] = frozenset()
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """Tokens/s of the live layout, measured from its commits; 0: too few steps. A lower estimate must be wrong."""
+    """Tokens/s of the live layout, measured from its commits; 0: too few steps. A lower prediction for it is wrong."""
     chosen_tokens_per_s: float = 0.0
     """The tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR
     """The root mean square of log(measured / predicted tokens/s) over the layouts of this run (`calibration.py`)."""
     forecast_bias: ForecastBias = UNBIASED
-    """The objective's bias in this run, for each number of stages."""
+    """The ratio of measured to predicted tokens/s that this run leads us to expect, for each number of stages."""
     horizon_s: float = HORIZON_S
     """Seconds that a layout is expected to last: a gain after that time does not justify a move."""
     going_back_s: float = 0.0

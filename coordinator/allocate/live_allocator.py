@@ -47,7 +47,7 @@ STAY = 0.5
 HOLDERS_MIN = 2
 """A search that keeps the boundaries leaves at least this number of holders in a stage that now has as many or more."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a stage for which it has the state if the step is then at most this many times the shortest."""
+"""A newcomer with the state of a stage gets that stage if the step is at most this many times the shortest possible."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
@@ -61,7 +61,7 @@ BASE_TIMES = 3.0
 homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""A plan gets new shares of work if one is off by `SHARE_DRIFT` times; less than `SHARE_MIN` counts as `SHARE_MIN`."""
+"""A plan gets new shares if one is off by a factor of `SHARE_DRIFT`. Shares below `SHARE_MIN` count as `SHARE_MIN`."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
 """Each trial of a peer in a stage costs evaluations. So only the `SPARES_TRIED` fastest spares are tried in the stages,
@@ -243,8 +243,7 @@ def _better(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[Layout 
 
 
 def _stays(change: Change | None, horizon_s: float) -> str:
-    """Return why the best other layout is not worth its cost. Args: change: the move to that layout; None: there is
-    none."""
+    """Return why the best other layout is not worth its cost. Args: change: the move to it; None: there is none."""
     if change is None or change.gain <= 0.0:
         return "stays: no better layout was found"
     needed = change.gain_needed(horizon_s)
@@ -332,7 +331,7 @@ def _in_place_of(layout: Layout, previous: Plan) -> str:
 
 
 def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
-    """Return the live layout with newly computed shares; None: the plan's are close, or a member is gone."""
+    """Return the live layout with newly computed shares; None: a member is gone, or no share would change much."""
     assert snapshot.workload is not None
     topology = topology_of(snapshot)
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
@@ -385,7 +384,7 @@ def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
-    """Return the stages with the throughput objective's shares of work and reduction; unchanged if it has none."""
+    """Return the stages with the objective's shares of work and reduction; unchanged unless all shares are positive."""
     number = {name: device for device, name in enumerate(topology.names)}
     ordered = [sorted(stage.members, key=lambda member: number[member.peer]) for stage in stages]
     placement = Placement(

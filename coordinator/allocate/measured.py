@@ -21,18 +21,18 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
-"""The most reports in the average: a later one gets weight 1/16. Reports off by +-10 % leave it off by 1 %."""
+"""The most reports in the average: later ones get weight 1/16. If reports err by 10 %, the average errs by 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
 """The last report replaces the average after this many reports in a row that are off by more than the factor `ODD`."""
 SPEED_REPORTS = 3
 """The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0
-"""A sender's rate is believed up to this multiple of the rate that the receiver has seen, which errs low."""
+"""A sender's claimed rate counts up to this multiple of the rate that its receiver has measured, which errs low."""
 BOAST_CLAIMED = 16.0
-"""The limit on a claim / the median claim before anything is measured: GPUs and processors do differ that much."""
+"""If nothing is measured, a claim counts up to this multiple of the median: GPUs and processors do differ that much."""
 BOAST_MEASURED = 64.0
-"""The limit on a device's reported speed / the median speed: it allows a data centre's GPU among processors."""
+"""A device's reported speed counts up to this multiple of the median: a data centre's GPU may be among processors."""
 WIDE = math.log(2.0) ** 2
 """The variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six
 homes worked at 0.26 to 0.4 of their probes), a link that no peer has measured, a single probe on a busy line."""
@@ -43,7 +43,7 @@ LEAST_VARIANCE = 0.05**2
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""A probe's variance is the mean of log(measured / claimed speed)^2 over the devices and this many more with `WIDE`."""
+"""A probe's variance is a mean of log(measured / claimed speed)^2: over the devices and this many more at `WIDE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12
@@ -139,17 +139,17 @@ def speeds(
     seen: Collection[PeerID],
 ) -> dict[PeerID, BelievedSpeed]:
     """Return the speed of every peer. A peer in `seen` counts with its reports. Any other peer counts with its claim,
-    times the median ratio of reports to claims. Its own report and the median speed of the peers in `seen` limit this.
+    times the median ratio of reports to claims, but at most with its own report or the median speed of `seen` peers.
     The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The variance
     of a speed by claim is that of the ratio of reports to claims in this run. It is larger if several peers share a
     machine, since their probes may have run at once.
 
     Args:
-        claims: FLOP/s of each peer by its probe.
-        reports: the peers' reports of their own work.
+        claims: FLOP/s of each peer by its probe. reports: the peers' reports of their own work.
         machines: the claimed machine of each peer; empty: a machine of its own.
-        seen: the peers that others have seen at work. If none has enough reports, the ratio comes from the reports of
-            all peers."""
+        seen: the peers that others have seen at work. If none of them has enough reports, the ratio comes from the
+            reports of all peers.
+    """
     own = {peer: r.value for peer in claims if (r := reports.get(peer)) is not None and r.n >= SPEED_REPORTS}
     found = {peer: speed for peer, speed in own.items() if peer in seen}
     ratios = [speed / claims[peer] for peer, speed in (found or own).items()]

@@ -44,7 +44,7 @@ SAME_MACHINE_S = 0.001
 CARD_MAX = 16.0
 """A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
-"""The weight with which links predict each other falls by the factor e per `NEAR_S` of latency between the ends."""
+"""A link's rate serves to estimate others, with a weight of e^(-latency between the links' ends / `NEAR_S`)."""
 LIMITED = 0.75
 """Two places have a bottleneck between them if more than this part of their links are slower than both ends' lines."""
 _POWER = 4.0

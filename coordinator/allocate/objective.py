@@ -63,7 +63,7 @@ class Change:
     """The gain and the cost of a move from the live layout to another. Work is in seconds of the live layout."""
 
     gain: float
-    """The estimated gain in tokens/s: 0.1 is 10 % more."""
+    """The estimated relative gain in tokens/s: 0.1 is 10 % more."""
     trust: float
     """kappa in [0, 1], the factor on the logarithm of a predicted gain, since such predictions tend to be too high."""
     loss: float = 0.0
@@ -71,7 +71,7 @@ class Change:
     loss_before: float = 0.0
     """The time that failures of sole holders of a stage cost in the live layout, divided by the time of work."""
     drain_s: float
-    """Seconds to drain and refill the pipeline: a round trip and commit of each layout, unloaded, plus `AGREED_S`."""
+    """Seconds to drain and refill the pipeline: a round trip and a commit in each of both layouts, plus `AGREED_S`."""
     stop_and_copy_s: float
     """Seconds in which all state travels while the run stands still; inf: a standstill is not considered."""
     precopy_s: float
@@ -177,13 +177,14 @@ class LayoutObjective:
 
     @property
     def _before_s(self) -> float:
-        """The seconds of a step of the live layout: the measured or the predicted ones, whichever are fewer."""
+        """The seconds of a step of the live layout, measured or predicted, whichever are fewer."""
         seen = self._snapshot.seen_tokens_per_s
         return self._live.parts["foreseen_s"] * (min(1.0, self._live.parts["tokens_per_s"] / seen) if seen else 1.0)
 
     def _in_place(self, found: Placement) -> dict[str, float]:
-        """Price a move that keeps the boundaries. Only the members that stay work until the moved peers have their
-        state. If that takes long and the run has learners, the moved peers work once they have the weights."""
+        """Price a move that keeps the boundaries. Returns: fields of `Change` by name. Only members that stay work
+        until the others have their state. If that takes long and the run has learners, these work once they have the
+        weights."""
         copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
         if copies_s > LIGHT_STATE_S:
             copies_s *= self._workload.needed_first
@@ -202,7 +203,7 @@ class LayoutObjective:
         }
 
     def _divided(self, found: Placement, cost: Cost) -> dict[str, float]:
-        """Price a move to other boundaries."""
+        """Price a move to other boundaries. Returns: fields of `Change` by name."""
         topology, workload, current, live = self._topology, self._workload, self._current, self._live
         everywhere = np.full(topology.num_devices, 1.0 - AHEAD_PART)
         slowed = ThroughputObjective(_with_part(topology, everywhere), workload).cost(current)
@@ -241,7 +242,7 @@ class SoleHolders:
         return cost.parts["foreseen_s"] * (1.0 + self.of(placement)) if math.isfinite(cost.seconds) else math.inf
 
     def _lost(self, stage: Sequence[int]) -> float:
-        """Return the chance that the run loses this stage. It is 0 with two machines or more: if one fails, the stage
+        """Return the chance that the run loses this stage. It is 0 with at least two machines: if one fails, the stage
         gets a new copy before the last one fails."""
         machines = {int(self._card[device]) for device in stage}
         return max(self._chances[device] for device in stage) if len(machines) == 1 else 0.0
@@ -255,8 +256,8 @@ def trust_in(*, spread: float, error: float, variance: float) -> float:
 def figures_variance(
     snapshot: SwarmSnapshot, topology: Topology, placement: Placement, bound: tuple[Bound, int] | None
 ) -> float:
-    """Return v, the mean variance of the logarithms of the measurements that limit a layout: those of the devices of
-    the limiting stage or, if lines limit, those of their links with each other and with neighbouring stages.
+    """Return v, the mean variance of the logarithms of the measurements that limit a layout: the speeds of the limiting
+    stage's devices or, if lines limit, the rates of these devices' links within the stage and to neighbouring stages.
     Args: bound: (what limits the layout, at which stage); None: unknown, and v is 0."""
     if bound is None or snapshot.network is None:
         return 0.0
@@ -388,7 +389,7 @@ def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:
 
 
 def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
-    """Return the topology with the rates that are left for steps while members of `stay` send state to newcomers."""
+    """Return the topology with the rates left for steps while members that stay (`stay`) send state to newcomers."""
     left = np.ones(topology.num_devices)
     for stayers, members in zip(stay, found.stages, strict=True):
         if len(members) > len(stayers):

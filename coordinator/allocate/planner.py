@@ -39,7 +39,7 @@ _RANKED = 4
 UNITS = 128
 """The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
-"""The last level has single devices if there are at most this many: a move costs n^2 in a stage of n members."""
+"""The last level has single devices if there are at most this many: a move in a stage of n members costs n^2 work."""
 
 
 def default_work(num_devices: int) -> int:
@@ -101,10 +101,10 @@ class _Found:
 
     placement: Placement
     cost: Cost
-    """The cost without that of moving state. A placement found on units may be impossible on single devices (inf)."""
+    """The cost without that of moving state; infinite: a placement found on units is impossible on single devices."""
     foreseen_s: float
-    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. This figure
-    compares numbers of stages; the search with one number minimises another, T of `cost/pipeline.py`."""
+    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. Numbers of
+    stages are compared by this figure; a search with one number minimises another, T of `cost/pipeline.py`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -152,7 +152,7 @@ class _Search:
 
     def _solve(self, num_stages: int, work: int, best: dict[int, _Found], *, ranked: int = _RANKED) -> int:
         """Search on `num_stages` stages. Put the result into `best` if it is better than the entry for this number.
-        Args: ranked: the number of placements among which the predicted step chooses. Returns: the work done."""
+        Args: ranked: how many placements are compared by the predicted step. Returns: the units of work used."""
         t, w = self.objective.topology, self.objective.workload
         if num_stages > min(t.num_devices, w.num_layers) or not t.may_feed.any():
             return 0

@@ -70,8 +70,8 @@ def _cut(P, S, work):
 @kernel
 def price(P, S, stage, bounds, is_cut, work):
     """Price the stages with `bounds` or, if `is_cut`, with the best bounds for these stages (`_cut`). The priced bounds
-    are then in S.bounds. Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the work done is
-    added.
+    are then in S.bounds. Args: stage: int64 [N], the stage of each unit. work: int64 [1], to which the units of work
+    used are added.
     Returns: the cost, the cost of moving state included."""
     build(P, S, stage, bounds)
     cost, _ = evaluate(P, S, work)
@@ -267,7 +267,7 @@ def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
         S, B: the state of the search, and a second one for undoing a move.
         home: int64 [N], the stage of each unit in the current plan.
         stayers: int64 [K], the number of holders in the current plan that each stage must keep.
-    Returns: (the best cost, the work done)."""
+    Returns: (the best cost, the units of work used)."""
     random = np.full(1, np.uint64(seed), np.uint64)
     build(P, S, best_stage, best_bounds)
     work = np.zeros(1, np.int64)

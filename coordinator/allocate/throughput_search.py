@@ -90,7 +90,7 @@ class ThroughputEvaluator:
 
     def random(self, seed: int) -> Assignment:
         """Return a random start in which the stages have about equal speed. It divides a row of devices in which near
-        devices stand together. By chance, near devices form either whole stages or whole pipelines. In one start of
+        devices stand together. Chance decides if near devices form whole stages or whole pipelines. In one start of
         four the row is random."""
         rng = Random(seed)
         row = self._able(self._row(rng), rng)
@@ -173,7 +173,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, work done) for the cheapest bounds: of the exact cut, the current plan or `known`."""
+        """Return (cost, bounds, units of work used): the cheapest of the best cut, the current plan's and `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:

@@ -19,11 +19,11 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""The fp32 moments of a parameter. Muon keeps one, and a second one for parameters that are not in hidden matrices."""
+"""The number of fp32 moments of a parameter. Muon keeps one, and a second one outside the hidden matrices."""
 LOGITS_BYTES_MAX = 1 << 28
 """The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
-"""Bytes for each parameter of the layer in the optimizer's step: new state, clipped gradient, update, its divisor."""
+"""Bytes that the optimizer's step of a layer needs for each parameter: new state, clipped gradient, update, divisor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class ResidentTerms:
     state: float
     weights: float
     """Bytes for weights of other steps: one set for each step ahead; with no steps ahead, one set of the previous
-    version, which exact repair needs. With steps ahead and recomputation there are none."""
+    version, to repeat microbatches bit for bit. With steps ahead and recomputation there are none."""
     narrow_weights: float
     """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
     gradient: float
@@ -41,7 +41,7 @@ class ResidentTerms:
     sums: float
     """Bytes for gradient sums: one for the step in reduction, one for each step ahead."""
     places: float
-    """Bytes for sums of weights, one for each of `sums`: the weights at which its gradients were taken."""
+    """Bytes for sums of weights: for each gradient sum, the sum of the weights at which its gradients were computed."""
     mean: float
     """Bytes for the reduced gradient, and for its quantized form if it travels in few bits."""
 

@@ -13,8 +13,8 @@ member d of a stage can take
     job_d    (1 + backward_per_forward) F / flop_per_s, with F the stage's forward FLOP: forward and backward run on
              one device (1F1B). The last stage does both in one job (`Workload.loss_per_forward`)              [s]
     out_d    the sum of d's paths to the next stage; in_d: of those to the previous stage [microbatches/s]. A gradient
-             of the same size answers each activation, so a path counts with its slower direction and stream credit
-    (`q`) card_d   the slower direction of d's card; a shared card is split in proportion to load              [bytes/s]
+             of the same size answers each activation, so a path counts by its slower direction and stream credit (`q`)
+    card_d   the slower direction of d's card; a shared card is split in proportion to load              [bytes/s]
     R_d      what the reduction of a gradient of S bytes sends over d's card: S times the sum of (p_d + p_e) over the
              members e on other cards. Member d adds up the part p_d of the gradient, in proportion to the rate of its
              exchange with the others (`peer/group/reduce.py`). In a tied model the first and the last stage add the
@@ -198,8 +198,8 @@ def build(P, S, stage, bounds):
 
 
 def scan_paths(P, S, k):
-    """Compute the rates of stage k's members to their neighbours, and their parts of its reduction. Returns: work
-    done."""
+    """Compute the rates of stage k's members to their neighbours, and their parts of its reduction. Returns: units of
+    search budget used."""
     K = len(S.count)
     work = 0
     for a in range(S.count[k]):
@@ -229,7 +229,8 @@ def scan_paths(P, S, k):
 
 
 def _scan_mates(P, S, k):
-    """Compute each member's part of stage k's reduction, and its cost per gradient byte. Returns: the work done."""
+    """Compute each member's part of stage k's reduction, and the bytes that it sends for each byte of the gradient.
+    Returns: the units of search budget used."""
     n = S.count[k]
     whole = 0.0
     for a in range(n):
@@ -273,7 +274,8 @@ def _scan_mates(P, S, k):
 
 
 def _scan_tied(P, S):
-    """Compute the traffic for a tied model's shared matrix at members of both end stages. Returns: the work done."""
+    """Compute the traffic for a tied model's shared matrix at members of both end stages.
+    Returns: the units of search budget used."""
     K = len(S.count)
     # Each end sends the matrix in the format of its own reduction; the larger format makes the slower direction.
     tied_bytes = max(S.sum_bytes[0], S.sum_bytes[K - 1]) * P.costs[TIED_PARAMETERS]
@@ -369,7 +371,7 @@ def saturate(P, S, k, first, last):
 
 
 def _time_stage(P, S, k):
-    """Compute the times of stage k that do not depend on other stages. Returns: the work done."""
+    """Compute the times of stage k that do not depend on other stages. Returns: units of search budget used."""
     first, last = S.bounds[k], S.bounds[k + 1]
     S.times[SECONDS, k] = saturate(P, S, k, first, last)
     job = _job(P, first, last)
@@ -404,7 +406,8 @@ def _hop_s(P, cut_bytes, d, e):
 
 
 def _pair(P, S, k):
-    """Compute the flow and the mean hop between stages k and k + 1. Returns: the work done."""
+    """Compute the flow (microbatches/s) and the mean seconds of a hop between stages k and k + 1.
+    Returns: the units of search budget used."""
     n, m = S.count[k], S.count[k + 1]
     size = S.cut_size[k]
     supply = np.empty(n)
@@ -497,7 +500,7 @@ def fill(supply, demand, path):
 
 def evaluate(P, S, work):
     """Compute all dirty values. Returns: (cost, with the cost of moving state; the figure that local search minimises).
-    Args: work: int64 [1], to which the work done is added."""
+    Args: work: int64 [1], to which the units of search budget used are added."""
     K = len(S.count)
     for k in range(K):
         if S.count[k] == 0 or S.bounds[k + 1] <= S.bounds[k]:

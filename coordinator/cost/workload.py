@@ -20,7 +20,7 @@ from shoal.protocol.tensors import (
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 _MANY = 2**20
-"""Elements of a tensor so large that the padding of its last tile is negligible, to compute bytes for each element."""
+"""Elements of an imagined tensor that gives the bytes of each element: its last tile's padding is negligible."""
 STATE_BYTES_PER_PARAMETER = 12.0
 """Bytes that a new holder downloads for each parameter: the parameter and two moments, each fp32."""
 
@@ -70,7 +70,7 @@ class Workload:
     """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient. For subspace
     models, which send only k numbers a token, labels count, too."""
     microbatches: int
-    """M, the microbatches of a step."""
+    """M, the number of microbatches of a step."""
     tokens_per_microbatch: int
     s_max: int
     control: Price | None = None

@@ -24,7 +24,7 @@ HORIZON_S = 600.0
 SEEN_S_MAX = 7 * 24 * 3600.0
 """The memory of a record: a week, which includes the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0
-"""The limit on the failures of a record. More than one in forty minutes, over a week, is useless or false."""
+"""The limit on a record's failures: one in forty minutes for a week. Such a peer is useless, or its count false."""
 GAP_S_MAX = 60.0
 """A peer counts as seen between two heartbeats if they are at most this far apart; else the peer or we were away."""
 RECORDS_MAX = 4096
@@ -71,7 +71,7 @@ class FailureRecords:
         return [failure_probability(past.failures, past.seen_s, prior_s=prior_s) for past in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
-        """Return the records for the next coordinator: those of `members` first, then those of the peers seen last."""
+        """Return the records for the next coordinator: first the members', then those of peers heard most lately."""
         order = dict.fromkeys([peer for peer in members if peer in self._pasts] + [*reversed(self._pasts)])
         known = ((peer, self._pasts[peer]) for peer in islice(order, HANDED_OVER_MAX))
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)

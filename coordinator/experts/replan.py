@@ -17,7 +17,7 @@ RISKIER = 4.0
 RISK_IGNORED = 1e-6
 """A probability of a loss up to this is ignored."""
 PATIENCE_AT_A_LOOK = 15
-"""The search that shows how safe a placement could be ends after this many tries without a gain: 10 ms, ten nodes."""
+"""The search that shows how safe a placement could be ends after this many vain tries: 10 ms with ten nodes."""
 
 
 def replan(
