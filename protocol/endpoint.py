@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, number of a group in the plan). None: messages without a number, or of a group without a handler."""
+"""(message type, a group's number in the plan). None: no group, or every group without a handler of its own."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -62,7 +62,7 @@ class Endpoint:
         first_sequence: the first sequence number of our envelopes; after a restart it is higher than all that other
             peers have seen.
     Attributes:
-        term: the leadership term in outgoing envelopes; each plan that this peer obeys raises the term.
+        term: the leadership term in outgoing envelopes: the term of the plan that this peer obeys.
         era, revision: training generation and spec revision in outgoing training messages (`EraMessage`). A received
             message with another era or revision is refused; a received frame is dropped.
     """

@@ -50,7 +50,7 @@ class Advert(_Part, frozen=True):
     name: str
     device: str
     flop_per_s: float
-    """Measured by a probe with the shapes of this model's layers, in fp32."""
+    """Speed of the sender's device, measured in fp32 by a probe with the shapes of this model's layers."""
     memory_bytes: int
     upload_bytes_per_s: float
     download_bytes_per_s: float
@@ -171,7 +171,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of each expert's state that the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each placed expert since the sender took its place."""
+    """Tokens that the sender's microbatches have sent to each placed expert since it got its place in the plan."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check them sooner."""
     unsound: tuple[PeerID, ...] = ()
@@ -188,9 +188,9 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     paused_s: float | None = None
     """Seconds since the sender paused and left its device to the device's owner; None: it is not paused."""
     unsaved_s: float = 0.0
-    """Seconds since the last snapshot of the sender's stage, or since the sender took its place."""
+    """Seconds since the last snapshot of the sender's stage, or since it got its place in the plan."""
     shortages: int = 0
-    """How often the sender ran out of memory in its place; since then its advert claims less memory."""
+    """How often the sender has run out of memory for its work; after each time its advert claims less memory."""
 
 
 class HeartbeatReply(_Message, frozen=True):
@@ -427,7 +427,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     device: str
     stage: int | None
     version: int
-    """-1: this coordinator has not heard the peer yet."""
+    """The version that the peer has reported; -1: this coordinator has not heard the peer yet."""
     synced: bool
     draining: bool
     seen_s_ago: float
@@ -486,7 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed predicted from current figures, for synchronous steps while the run makes these; `sentence` has it, too."""
+    """Speed predicted from current figures, of synchronous steps if the run now makes such; `sentence` names it."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -586,7 +586,7 @@ class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename=
 
     plan_sequence: int
     stage: int
-    """-1: the sender has no stage."""
+    """The sender's stage; -1: none."""
     version: int
     ready: bool
     """The sender holds its stage's state and takes part in rounds."""
@@ -708,8 +708,8 @@ class Again(EraMessage, frozen=True):
 
 class Reject(EraMessage, frozen=True, tag="HandBack"):
     """The sender, a member of `stage`, rejects microbatches because it pauses or lags: (step, index, True if the
-    microbatch may have run). The peer that sent them tries another replica; those of stage 0 go back to that stage's
-    leader."""
+    microbatch may have run). The peer that sent the microbatches tries another replica; if `stage` is 0, they go back
+    to that stage's leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
@@ -729,8 +729,8 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True, rename={"retried": "agai
     step: int
     index: int
     experts: tuple[tuple[int, int], ...]
-    """(expert, number of layers with a backward; 0: the expert got no tokens). Every expert counts every microbatch
-    once."""
+    """(expert, number of layers with a backward). 0 layers: the expert got no tokens, but every expert counts every
+    microbatch once."""
     retried: bool
     """The microbatch may have run before, maybe at another holder: keep its contribution separate."""
 
@@ -997,7 +997,8 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     passage: int
     """Number of the sender's run of the microbatch: a run may be given up and repeated under another number."""
     serial: int
-    """Number of this request among the sender's requests in its present place; a repeated request keeps the number."""
+    """Number of this request among the sender's requests under this `incarnation`; a repeated request keeps the
+    number."""
     step: int
     index: int
     layer: int

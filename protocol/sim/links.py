@@ -68,7 +68,8 @@ class Links:
     # Frames -------------------------------------------------------------------------------------------------------
 
     def send(self, source: NetworkCard, destination: NetworkCard, frame: SimFrame) -> None:
-        """Queue `frame`. The future `frame.left` is done when it has left, or gets the error if its stream breaks."""
+        """Queue `frame`. The future `frame.left` is done when the frame has left, or gets the error if its stream
+        breaks."""
         stream = self.stream(source, destination)
         stream.put(frame)
         self._record(Kind.FRAME_QUEUED, stream, frame)
