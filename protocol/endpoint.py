@@ -125,7 +125,7 @@ class Endpoint:
         self._on_frame[kind, stage] = handler
 
     def leave_stage(self, stage: int) -> None:
-        """Remove the handlers of group `stage`. From now on its messages are refused, and its frames dropped."""
+        """Remove the handlers of group `stage`. From now on messages to it are refused, and frames to it dropped."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address in table if address[1] == stage]:
                 del table[address]

@@ -30,7 +30,7 @@ BULK_CHUNK_BYTES: Final = 1024 * 1024
 REPLAY_WINDOW: Final = 4096
 """How far a call's sequence number may be below the sender's highest one: more calls than a peer has in flight."""
 CALL_TIMEOUT_S: Final = 10.0
-"""Timeout that frees a control call's resources. Dead peers are detected otherwise, by measured round trips."""
+"""Timeout that frees a control call's resources. Dead peers are detected in another way, by round trips."""
 
 CERTIFICATE_BYTES_MAX: Final = 256
 """Bytes of a certificate: two signatures of 64, a key of 32 and the invite's terms make 180."""
@@ -79,7 +79,7 @@ ELECTED_FROM_PEERS: Final = 256
 """If a plan has more members than this, its voters (electors) are drawn by lot. The 129 votes of a majority of 256 have
 9 KiB and take 15 ms to check."""
 ELECTORS: Final = 127
-"""Number of electors drawn. A lying third of all members then has a majority in one plan of nineteen thousand."""
+"""Number of electors drawn. If a third of all members lie, they are a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
 """Bytes of live plans with votes (links) kept for absent peers: enough for a day with 9 peers, an hour with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
@@ -190,7 +190,7 @@ QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
 
 RECENT_PLANS_MAX: Final = 16
-"""Obeyed plans that a peer remembers. A large swarm makes a plan every few seconds, and a drain takes 30 seconds."""
+"""Obeyed plans that a peer remembers: a removed member drains for 30 s, and a large swarm makes a plan every few s."""
 RECENT_PLAN_S: Final = 60.0
 """How long a plan counts after its successor was obeyed: a removed member drains for half a minute after it hears of
 the successor."""

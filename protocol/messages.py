@@ -448,7 +448,7 @@ class ExpertStatus(_Part, frozen=True, omit_defaults=True):
     stage: int
     expert: int
     load: float = 0.0
-    """Recent share of the stage's expert tokens, in [0, 1]; all 0 before any report."""
+    """Recent share of the stage's expert tokens, in [0, 1]; 0 for all experts before any report."""
     holders: tuple[int, ...] = ()
     """Planned holders that have the expert's state, as positions in `SwarmStatus.peers`."""
     coming: tuple[int, ...] = ()
@@ -474,7 +474,7 @@ class FailureRecord(_Part, frozen=True, array_like=True):
     failures: float
     """Number of times that the peer was lost without a Leave; older losses count in part."""
     seen_s: float
-    """Seconds in which a failure would have been noticed."""
+    """Seconds for which the peer was watched, so that a failure would have been noticed."""
 
 
 class Comparison(_Part, frozen=True, omit_defaults=True):

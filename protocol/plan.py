@@ -88,7 +88,7 @@ FORESEEN_MAX = 1e15
 
 
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Speed of a layout as its coordinator predicted it when it made the plan."""
+    """Speed of a layout, as predicted by the coordinator that made the plan."""
 
     tokens_per_s: float
     bound: Bound

@@ -783,7 +783,7 @@ def spec_complaint(error: Exception) -> str:
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """Return the run's id, 16 hex digits. A spec's revisions share one id; another spec or owner has another."""
+    """Return the run's id, 16 hex digits. A spec's revisions share one id; another spec or owner has another id."""
     return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
 
 

@@ -106,7 +106,7 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return how many of a connection's queued bytes count for the line at most: rate x (round trip +
+        """Return the most of a connection's queued bytes that count for the line's window: rate x (round trip +
         `QUEUE_S`)."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)

@@ -103,7 +103,7 @@ def kv_heads_of(num_heads: int) -> int:
 
 
 def ffn_dim_of(dim: int) -> int:
-    """Return the hidden width at which SwiGLU's three matrices have about 8 D² elements, as the two of a plain MLP."""
+    """Return the hidden width at which SwiGLU's three matrices have about 8 D² elements, as those of a plain MLP."""
     multiple = 32 if dim < 1024 else 256  # rounding to 256 would turn the 341 of a width of 128 into 512
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
