@@ -1,12 +1,12 @@
 """Exclusion orders: the owner, or a majority, removes a member's key or an invite's key from the run for good. Pure.
 
 An order carries its own signatures, so any peer may forward it, and each plan carries the run's orders. The owner's
-order names every key that the owner ever excluded and marks those that the owner has readmitted, so only its newest
-order is needed. A majority's order is signed by electors (voting members) of one plan, for one set of keys. The owner
-can readmit any key.
+order names every key that the owner ever excluded and marks those that the owner has readmitted, so only the owner's
+newest order is needed. A majority's order is signed by electors (voting members) of one plan, for one set of keys. The
+owner can readmit any key.
 
-A member can make a fresh key at any time, so an order also names each member's invite. An excluded member still takes
-one of the seats (members) that its invite allows. If two members of an invite are excluded, so is the invite.
+A member can make a fresh key at any time, so an order also names each member's invite. An excluded member still counts
+as one of the members that its invite allows (seats). If two members of an invite are excluded, so is the invite.
 """
 
 from collections import Counter

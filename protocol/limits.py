@@ -30,7 +30,7 @@ BULK_CHUNK_BYTES: Final = 1024 * 1024
 REPLAY_WINDOW: Final = 4096
 """How far a call's sequence number may be below the sender's highest one: more calls than a peer has in flight."""
 CALL_TIMEOUT_S: Final = 10.0
-"""Timeout that frees a control call's resources. Dead peers are detected in another way, by round trips."""
+"""Timeout that frees a control call's resources. Dead peers are detected by measured round trips instead."""
 
 CERTIFICATE_BYTES_MAX: Final = 256
 """Bytes of a certificate: two signatures of 64, a key of 32 and the invite's terms make 180."""
@@ -99,7 +99,8 @@ INFERENCE_TOKENS_MAX: Final = 4096
 INFERENCES_OF_ONE_MAX: Final = 4
 """Inference requests of one client that a peer serves at once."""
 INFERENCES_MAX: Final = 16
-"""Inference requests of all clients that a peer serves at once; and requests that other peers pass on to it at once."""
+"""Inference requests of all clients that a peer serves at once; also those of other peers' clients that wait for its
+device."""
 INFERENCE_CANDIDATES_MAX: Final = 16_384
 """Likeliest tokens in an inference answer, with their logits, in 128 KiB. A smaller vocabulary is sent whole."""
 
@@ -190,7 +191,7 @@ QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
 
 RECENT_PLANS_MAX: Final = 16
-"""Obeyed plans that a peer remembers: a removed member drains for 30 s, and a large swarm makes a plan every few s."""
+"""Obeyed plans that a peer remembers: a drain takes 30 seconds, and a large swarm makes a plan every few seconds."""
 RECENT_PLAN_S: Final = 60.0
 """How long a plan counts after its successor was obeyed: a removed member drains for half a minute after it hears of
 the successor."""
@@ -203,7 +204,7 @@ DIGEST_CHARS_MAX: Final = 64
 """Characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
 """We note a group member's contributions only to steps less than this many ahead of our version. If a member is further
-ahead, the group catches up by fetching its state, and it repeats its contributions to its present step."""
+ahead, the group fetches that member's state to catch up; then the member repeats its contributions."""
 ATTESTATIONS_OF_ONE_MAX: Final = 32
 """Versions for which one holder's signature is kept while a newcomer joins."""
 WITNESSED_VERSIONS_MAX: Final = 16

@@ -171,7 +171,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of each expert's state that the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each placed expert since it got its place in the plan."""
+    """Tokens that the sender's microbatches have sent to each placed expert since the sender joined its stage."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check them sooner."""
     unsound: tuple[PeerID, ...] = ()
@@ -188,7 +188,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     paused_s: float | None = None
     """Seconds since the sender paused and left its device to the device's owner; None: it is not paused."""
     unsaved_s: float = 0.0
-    """Seconds since the last snapshot of the sender's stage, or since it got its place in the plan."""
+    """Seconds since the last snapshot of the sender's stage, or since the sender joined its stage."""
     shortages: int = 0
     """How often the sender has run out of memory for its work; after each time its advert claims less memory."""
 
@@ -835,7 +835,8 @@ class ReducedRequest(EraMessage, frozen=True):
     """A newcomer that catches up asks for the reduced gradient of `step`, as BULK frames, as soon as it exists.
 
     The answer is a `Digest`. If the Digest's version is above `step`, the gradient follows. If it equals `step`, only
-    those pieces follow that the open round sends to the newcomer in any case. If it is below `step`, nothing follows.
+    those pieces follow that the running reduction sends to the newcomer in any case. If it is below `step`, nothing
+    follows.
     """
 
     stage: int

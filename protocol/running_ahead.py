@@ -22,8 +22,8 @@ steps. The mean over a step's microbatches and over the stages is
 
     s(k, g) = mean over u in [0, 1] of min(k, (C + u g R) / T)                 [steps]
 
-Of the stale microbatches the fraction gR / (C + gR) begins while microbatches of the open step are in flight. Their
-weights lack the gradients of these microbatches, which are at most g r R / M of the step:
+Of the stale microbatches the fraction gR / (C + gR) begins while microbatches of the uncommitted step are in flight.
+Their weights lack the gradients of these microbatches, which are at most g r R / M of the step:
 
     seen(g) >= 1 - min(1, g r R / M) gR / (C + gR)
 
