@@ -32,8 +32,8 @@ _CHECK_BYTES = 4
 _RUN_BYTES, _KEY_BYTES = 8, 32
 _IS_OWNER = 128
 _CHARS_MAX = 4096
-"""Most characters that we decode as an invite, since base58 takes quadratic time. An invite with eight peers, each with
-an address as text, has 3,300."""
+"""Most characters that we decode as an invite, since base58 takes quadratic time. Eight addresses as text, one for each
+of eight peers, take 3,300."""
 _TEXT, _IP4, _IP6 = 0, 4, 6
 _AROUND = "`'\"<>()[].,;:!?*_"
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")

@@ -486,7 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed predicted from current figures, of synchronous steps if the run now makes such; `sentence` names it."""
+    """Speed (of synchronous steps if the run now makes these) predicted from current figures; `sentence` names it."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0

@@ -279,7 +279,7 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; else this plan's."""
+        """Return the sequence of the plan since which `peer` is in the group; if it is not, this plan's sequence."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property

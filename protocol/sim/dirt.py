@@ -23,7 +23,7 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The dirt of one device and of both directions of its line: the table `dirt` in a scenario file."""
 
     compute_sd: _NotNegative = 0.0
-    """Standard deviation of a job's seconds, as a fraction of their mean; they are lognormal."""
+    """Standard deviation of a job's seconds, which are lognormal, as a fraction of their mean."""
     throttled: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
     """The part of full speed that the device can keep up for ever. 0.25: a quarter of a core; 1: no quota."""
     burst_s: _NotNegative = 0.0
