@@ -32,7 +32,7 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
     invites: tuple[bytes, ...] = ()
-    """For each of `keys` the key of an invite: for a member's key, the member's invite; for an invite's key, that same
+    """The key of an invite for each of `keys`: for a member's key, the member's invite; for an invite's key, that same
     key; empty bytes: unknown. Orders of earlier versions leave this tuple empty."""
     readmitted: tuple[int, ...] = ()
     """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""
