@@ -188,7 +188,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     paused_s: float | None = None
     """Seconds since the sender paused and left its device to the device's owner; None: it is not paused."""
     unsaved_s: float = 0.0
-    """Seconds since the last snapshot of the sender's stage, or since the sender joined its stage."""
+    """Seconds since a snapshot of the sender's stage was last due, or since the sender joined it; 0: it writes none."""
     shortages: int = 0
     """How often the sender has run out of memory for its work; after each time its advert claims less memory."""
 
