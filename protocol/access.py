@@ -6,7 +6,7 @@ we requested the data that this sender sends.
 A role follows from a plan (the signed layout of the swarm), and two peers never adopt a new plan at the same moment.
 Hence a role under any of the last `PLANS_SERVED` plans counts. If no known plan permits a member's message, the message
 waits briefly for the next plan before it is refused. Two members may have their roles under different plans: a draining
-member, which the newest plan removed from its group, still finishes the open round with a newly added member.
+member, which the newest plan removed from its group, still finishes the current reduction with a newly added member.
 """
 
 from collections import deque

@@ -20,7 +20,7 @@ JURY = 15
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
-"""(layer, digest of its state) for each layer of a group, in order."""
+"""(layer, digest of the layer's state) for each layer of a group, in order."""
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
@@ -40,7 +40,7 @@ class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The group's layers."""
+        """The keys of the group's layers."""
         return tuple(key for key, _ in self.proofs)
 
     @cached_property

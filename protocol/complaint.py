@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 _READ_MAX: Final = 256
-"""Limit of the names of one table, and of the letters of one name, that are searched for misspellings."""
+"""We look for misspellings in at most this many names of one table, and in names of at most this many letters."""
 _SLIP: Final = 0.9
 """Least similarity (`difflib`) at which an unknown field counts as a misspelling of a known field, in files that may
 have extra fields: `num_layer` for `num_layers` (0.95) counts, `num_devices` for `devices` (0.78) does not."""

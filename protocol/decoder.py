@@ -112,7 +112,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     full_layers: tuple[int, ...] = ()
     """The decoder layers that use full attention despite `window`."""
     window_rope_theta: float | None = None
-    """Base of the (unscaled) rotary frequencies in layers with a window. None: the frequencies of other layers."""
+    """Base of the (unscaled) rotary frequencies in layers with a window. None: as in the other layers."""
     score_dim: int | None = None
     """Attention scores are divided by the square root of this number. None: by that of the head size."""
     attention_softcap: float = 0.0

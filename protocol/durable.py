@@ -23,10 +23,10 @@ def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:
 
 
 def next_incarnation(disk: Disk | None, path: PurePosixPath, *, wall_s: float) -> int:
-    """Return this process's first sequence number, above all that this peer ever sent. Reserve a range in `path`.
+    """Return this process's first sequence number, above all that this peer ever sent; reserve a range in `path`.
 
-    Other peers refuse sequence numbers too far below this peer's highest. After a restart with the clock set back, the
-    wall clock alone would give too low a number; it is used alone if `disk` is None.
+    Other peers refuse sequence numbers too far below this peer's highest. The wall clock alone (used if `disk` is None)
+    would give too low a number after a restart with the clock set back.
     """
     first = int(wall_s * 1e6)
     if disk is None:

@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, number of a group in the plan). None: messages without a number, or of a group without a handler."""
+"""(message type, a group's number in the plan). None: no group, or every group without a handler of its own."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -62,7 +62,7 @@ class Endpoint:
         first_sequence: the first sequence number of our envelopes; after a restart it is higher than all that other
             peers have seen.
     Attributes:
-        term: the leadership term in outgoing envelopes; each plan that this peer obeys raises the term.
+        term: the leadership term in outgoing envelopes: the term of the plan that this peer obeys.
         era, revision: training generation and spec revision in outgoing training messages (`EraMessage`). A received
             message with another era or revision is refused; a received frame is dropped.
     """
@@ -125,7 +125,7 @@ class Endpoint:
         self._on_frame[kind, stage] = handler
 
     def leave_stage(self, stage: int) -> None:
-        """Remove the handlers of group `stage`. From now on its messages are refused, and its frames dropped."""
+        """Remove the handlers of group `stage`. From now on messages to it are refused, and frames to it dropped."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address in table if address[1] == stage]:
                 del table[address]

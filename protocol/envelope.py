@@ -37,7 +37,7 @@ class Envelope(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     proof: bytes
     """The sender's Ed25519 signature; in a call or a reply the checksum xxh3-64."""
     certificate: bytes = b""
-    """The sender's certificate, if the receiver may lack it. `proof` does not cover it: it has its own signatures."""
+    """The sender's certificate, if the receiver may lack it. It has its own signatures; `proof` does not cover it."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

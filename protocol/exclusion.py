@@ -1,12 +1,12 @@
 """Exclusion orders: the owner, or a majority, removes a member's key or an invite's key from the run for good. Pure.
 
 An order carries its own signatures, so any peer may forward it, and each plan carries the run's orders. The owner's
-order names every key that the owner ever excluded and marks those that the owner has readmitted, so only its newest
-order is needed. A majority's order is signed by electors (voting members) of one plan, for one set of keys. The owner
-can readmit any key.
+order names every key that the owner ever excluded and marks those that the owner has readmitted, so only the owner's
+newest order is needed. A majority's order is signed by electors (voting members) of one plan, for one set of keys. The
+owner can readmit any key.
 
 A member can make a fresh key at any time, so an order also names each member's invite. An excluded member still counts
-against the number of members that its invite allows (seats). Two exclusions of its members exclude the invite, too.
+as one of the members that its invite allows (seats). If two members of an invite are excluded, so is the invite.
 """
 
 from collections import Counter
@@ -32,8 +32,8 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
     invites: tuple[bytes, ...] = ()
-    """An invite's key for each of `keys`: for a member's key, its invite's; for an invite's key, the same key; empty
-    bytes: unknown. Orders of earlier versions leave this tuple empty."""
+    """The key of an invite for each of `keys`: for a member's key, the member's invite; for an invite's key, that same
+    key; empty bytes: unknown. Orders of earlier versions leave this tuple empty."""
     readmitted: tuple[int, ...] = ()
     """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""
     number: int = 0
@@ -95,7 +95,7 @@ def in_force(orders: Iterable[Exclusion]) -> Excluded:
 
 
 def open_exclusion(data: bytes, source: PeerID) -> Exclusion:
-    """Decode an exclusion order of `source`; do not check signatures. Raises: RemoteError: it is malformed."""
+    """Decode an exclusion order of `source`; do not check signatures. Raises: RemoteError: the order is malformed."""
     try:
         if len(data) > EXCLUSION_BYTES_MAX:
             raise ValueError(f"it has {len(data)} bytes")

@@ -109,7 +109,7 @@ def encode_credit(sequence: int, given_back_bytes: int) -> bytes:
 
 
 def decode_credit(frame: Frame, source: PeerID) -> int:
-    """Return the number of bytes of credit that `source` returns. Raises: RemoteError: it sent no valid CREDIT."""
+    """Return the number of bytes of credit that `source` returns. Raises: RemoteError: `frame` is no valid CREDIT."""
     if frame.type is not FrameType.CREDIT or len(frame.meta) != _CREDIT.size or frame.payload:
         raise RemoteError(source, "sent another frame where only credits are allowed")
     (given_back_bytes,) = _CREDIT.unpack(frame.meta)

@@ -32,8 +32,8 @@ _CHECK_BYTES = 4
 _RUN_BYTES, _KEY_BYTES = 8, 32
 _IS_OWNER = 128
 _CHARS_MAX = 4096
-"""Letters of an invite that are decoded, since base58 takes quadratic time. Eight addresses as text, each of another
-peer, take 3,300."""
+"""Most characters that we decode as an invite, since base58 takes quadratic time. Eight addresses as text, one for each
+of eight peers, take 3,300."""
 _TEXT, _IP4, _IP6 = 0, 4, 6
 _AROUND = "`'\"<>()[].,;:!?*_"
 _TCP = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d{1,5})$")
@@ -61,7 +61,7 @@ class InviteKey(msgspec.Struct, frozen=True):
 
         Args:
             expires_s: expiry in seconds since 1970; 0: none.
-            seats: members by this invite at a time; 0: any number.
+            seats: members that the invite allows at a time; 0: any number.
             may_train: False: members of this invite are observers.
         Raises: ValueError: `expires_s` or `seats` does not fit into an invite.
         """
@@ -86,7 +86,7 @@ class Invite(msgspec.Struct, frozen=True):
     owner: PeerID
     addresses: tuple[str, ...]
     key: InviteKey | None = None
-    """None: the run is open to anyone."""
+    """The key that certifies newcomers; None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
         """Return the certificate of `member`; empty if `member` is the owner or the run is open."""
@@ -95,7 +95,7 @@ class Invite(msgspec.Struct, frozen=True):
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
 
     def members_for(self, me: PeerID) -> Members:
-        """Return the first `Members` of the new peer `me`: it knows only the owner and the certificate of `me`."""
+        """Return the first `Members` of a new peer `me`: they know only the owner and the peer's certificate."""
         return Members(self.run, self.owner, certificate=self.certificate_of(me), is_open=self.key is None)
 
     def encode(self) -> str:
@@ -177,14 +177,14 @@ def is_global(address: str) -> bool:
 def is_open(addresses: Iterable[str]) -> bool:
     """True if a peer with these multiaddrs looks dialable from anywhere: some address is public, and none is private.
 
-    One public address is not enough: once four peers have seen a NAT's outer address, libp2p also announces that.
+    One public address is not enough: once four peers have seen a NAT's outer address, libp2p announces it, too.
     """
     ranks = [(_rank(address), is_global(address)) for address in only_direct(addresses)]
     return any(is_outer for _, is_outer in ranks) and all(rank != _PRIVATE for rank, _ in ranks)
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Order addresses for an invite: public ones, then private ones. Loopback addresses stay if there are no others."""
+    """Order addresses for an invite: public ones, then private ones, loopback addresses only if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]

@@ -14,8 +14,8 @@ CONTROL_DEPTH_MAX: Final = 8
 RECORD_BYTES_MAX: Final = 32 * 1024
 """Bytes of a directory value. hivemind silently loses values from 4 MiB on; small values also keep reads fast."""
 KEY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Bytes of all directory values under one key: hivemind sends no reply of 4 MiB, and even less takes seconds on a home
-line. The adverts of 1,000 peers with eight addresses each have 1.2 MB; 1.8 MB if all addresses are relayed."""
+"""Bytes of all directory values under one key: hivemind sends no reply of 4 MiB, and even smaller ones take seconds on
+a home line. The adverts of 1,000 peers with eight addresses each have 1.2 MB; 1.8 MB if all addresses are relayed."""
 RECORD_EXPIRES_S_MAX: Final = 2 * 3600
 """Longest life of a directory record: a node keeps even a stranger's record that long. Ours live half an hour."""
 
@@ -30,13 +30,13 @@ BULK_CHUNK_BYTES: Final = 1024 * 1024
 REPLAY_WINDOW: Final = 4096
 """How far a call's sequence number may be below the sender's highest one: more calls than a peer has in flight."""
 CALL_TIMEOUT_S: Final = 10.0
-"""Timeout that frees a control call's resources. Dead peers are detected otherwise, by measured round trips."""
+"""Timeout that frees a control call's resources. Dead peers are detected by measured round trips instead."""
 
 CERTIFICATE_BYTES_MAX: Final = 256
 """Bytes of a certificate: two signatures of 64, a key of 32 and the invite's terms make 180."""
 OPEN_NEWCOMERS_MIN: Final = 4
-"""Newcomers on probation at once in an open run, or half the members if that is more. This slows down an attacker that
-invents peers."""
+"""Newcomers that an open run has on probation at a time; half the number of members if that is more. This slows down an
+attacker that invents peers."""
 OPEN_PROBATION_S: Final = 60.0
 """How long a newcomer's claimed speeds are capped at the median peer's; by then its neighbours have measured it."""
 OPEN_PER_NETWORK_MAX: Final = 32
@@ -64,7 +64,7 @@ ADDRESS_CHARS_MAX: Final = 256
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
 TERM_MAX: Final = 1 << 48
-"""Highest leadership term of a plan, grant or claim: after a term close to 2^64 there could be no other."""
+"""Highest leadership term of a plan, grant or claim: after a term close to 2^64 none could be higher."""
 SEQUENCE_MAX: Final = 1 << 48
 """Highest `Plan.sequence`, and highest `Plan.seed`."""
 OVERRIDE_EPOCH_MAX: Final = 1 << 32
@@ -74,23 +74,23 @@ TERM_JUMP_MAX: Final = 1 << 20
 """How far a term may rise at once: two years of one term a minute. So `TERM_MAX` is at least 2^28 voted plans away."""
 SEQUENCE_JUMP_MAX: Final = 1 << 20
 ERA_JUMP_MAX: Final = 1 << 16
-"""How far a plan may raise the era (training generation): members may know later eras, or have them on disk."""
+"""How far a plan may raise the era (training generation): a new era is above all that members know or have on disk."""
 ELECTED_FROM_PEERS: Final = 256
 """If a plan has more members than this, its voters (electors) are drawn by lot. The 129 votes of a majority of 256 have
 9 KiB and take 15 ms to check."""
 ELECTORS: Final = 127
-"""Number of electors drawn. A lying third of all members then has a majority in one plan of nineteen thousand."""
+"""Number of electors drawn. If a third of all members lie, they are a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of live plans with votes (links) kept for peers that were away: a day's with 9 peers, an hour's with 1,000."""
+"""Bytes of live plans with votes (links) kept for absent peers: enough for a day with 9 peers, an hour with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
 """Plans with their votes (links of the chain) in one reply: the receiver checks a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
 EXPERTS_PER_FRAME_MAX: Final = 256
-"""Experts for which one frame has tokens: its header names each of them in a few bytes."""
+"""Experts for which one frame has tokens: the frame's header names each expert in a few bytes."""
 QUEUED_TOKENS_MAX: Final = 4096
-"""Requests to compute experts that a peer queues: each microbatch in flight sends them for one layer at a time."""
+"""Expert requests that a peer queues: a microbatch in flight makes such requests for one layer at a time."""
 QUEUED_TOKENS_OF_ONE_MAX: Final = QUEUED_TOKENS_MAX // 8
-"""Queued expert requests of one sender that are not answered yet: more than it has microbatches in flight."""
+"""Queued expert requests of one sender that are not answered yet: more than the sender has microbatches in flight."""
 REFUSED_TOKENS_OF_ONE_MAX: Final = 64
 """Refusals in flight to one sender of expert requests, or to all strangers together; further refusals are dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
@@ -99,7 +99,8 @@ INFERENCE_TOKENS_MAX: Final = 4096
 INFERENCES_OF_ONE_MAX: Final = 4
 """Inference requests of one client that a peer serves at once."""
 INFERENCES_MAX: Final = 16
-"""Inference requests of all clients that a peer serves at once, and remote requests that wait for its device."""
+"""Inference requests of all clients that a peer serves at once; also those of other peers' clients that wait for its
+device."""
 INFERENCE_CANDIDATES_MAX: Final = 16_384
 """Likeliest tokens in an inference answer, with their logits, in 128 KiB. A smaller vocabulary is sent whole."""
 
@@ -150,7 +151,7 @@ less than a home's uplink: 2.4 Mbit/s at 1 % loss and a round trip of 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
 """Lanes (TCP connections) of all of a peer's streams: each is an open file, and a process may often have 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
-"""Unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all at once."""
+"""Unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all theirs at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
 """Pieces of one stream that wait for earlier pieces. Credit bounds their bytes: 64 MiB are some thousand pieces."""
 
@@ -185,12 +186,12 @@ LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
 PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
-"""Limit of the links that a peer measures at the same time, and of the peers behind its network card that take part."""
+"""Most links that a peer measures at the same time, and most peers behind one network card that measure together."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
 """Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
 
 RECENT_PLANS_MAX: Final = 16
-"""Obeyed plans that a peer remembers. A large swarm makes a plan every few seconds, and a drain takes 30 seconds."""
+"""Obeyed plans that a peer remembers: a drain takes 30 seconds, and a large swarm makes a plan every few seconds."""
 RECENT_PLAN_S: Final = 60.0
 """How long a plan counts after its successor was obeyed: a removed member drains for half a minute after it hears of
 the successor."""
@@ -202,13 +203,13 @@ DIGESTS_OF_ONE_MAX: Final = 32
 DIGEST_CHARS_MAX: Final = 64
 """Characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
-"""How many steps ahead of our version we note a group member's contributions. If a member is further ahead, the group
-fetches that member's state to catch up, and the member repeats its contributions to the present step."""
+"""We note a group member's contributions only to steps less than this many ahead of our version. If a member is further
+ahead, the group fetches that member's state to catch up; then the member repeats its contributions."""
 ATTESTATIONS_OF_ONE_MAX: Final = 32
 """Versions for which one holder's signature is kept while a newcomer joins."""
 WITNESSED_VERSIONS_MAX: Final = 16
-"""Versions that a holder of state keeps until the other holders' signatures arrive: a second of a small model's steps.
-If states are large it keeps as many as fit into `PINNED_BYTES_MAX`, but at least two."""
+"""Versions that a holder of state keeps until the other holders' signatures arrive: with a small model, those of a
+second. If states are large it keeps as many as fit into `PINNED_BYTES_MAX`, but at least two."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
 """Signatures in one `StateOffer`: a majority of 1,000 holders, about 60 KiB."""
 HALTED_S_MAX: Final = 30.0
@@ -229,7 +230,7 @@ KEEPING_AT_ONCE_S: Final = 60.0
 KEEPING_S_MIN: Final = 1.0
 """Least time that counts for a copy, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0
-"""Longest time that a version is kept for the peers that read it, however often they ask: 1.8 GB at 1 MB/s."""
+"""Longest time that a version is kept for peers that read it, however often they ask: enough for 1.8 GB at 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4
 """Versions kept (pinned) for other peers at a time, in memory and on disk. Further requests get the newest of them."""
 PINNED_BYTES_MAX: Final = 2 * 1024**3
@@ -237,8 +238,8 @@ PINNED_BYTES_MAX: Final = 2 * 1024**3
 REPLAYED_BYTES_MAX: Final = 1024**3
 """Bytes of reduced gradients kept for a newcomer to replay; a newcomer that needs more fetches a newer state."""
 REPLAYED_STEPS_MIN: Final = 16
-"""Reduced gradients that are kept at least, whatever their size: with gradients of 400 MB a stage makes steps faster
-than its state travels over a home line."""
+"""Number of reduced gradients that are kept even if they exceed `REPLAYED_BYTES_MAX`: a stage with gradients of 400 MB
+makes more than two steps while its state travels over a home line."""
 LIGHT_STATE_S: Final = 60.0
 """A newcomer waits for its whole state if the download takes less time than this. On a slower line it first downloads
 the weights, and trains with them as a learner while the state arrives (`../peer/membership/learner.py`). Weights take a

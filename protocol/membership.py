@@ -51,7 +51,7 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
     seats: int
     """Members that the invite allows at a time; 0: any number."""
     may_train: bool
-    """False: members of this invite are observers."""
+    """True: members of this invite may train; False: they are observers."""
     signature: bytes
 
     @property
@@ -189,7 +189,7 @@ class Members:
         self.on_exclusion: list[Callable[[], None]] = []
 
     def show(self, peer: PeerID, certificate: bytes) -> None:
-        """Remember `peer`'s certificate. Raises: RemoteError: it is invalid."""
+        """Remember `peer`'s certificate. Raises: RemoteError: the certificate is invalid."""
         if peer == self.owner or not certificate:
             return
         shown = open_certificate(certificate, run=self.run, owner=self.owner, member=peer)
@@ -244,7 +244,7 @@ class Members:
         return renew(owner, shown.delegation, member, run=self.run, ends_s=ends_s) if shown is not None else b""
 
     def take_renewed(self, certificate: bytes, me: PeerID) -> None:
-        """Use `certificate` as our own from now on. Raises: RemoteError: it is another member's or invite's."""
+        """Use `certificate` as our own from now on. Raises: RemoteError: it is of another member or another invite."""
         renewed = open_certificate(certificate, run=self.run, owner=self.owner, member=me)
         if renewed.delegation.key != self._own_invite:
             raise RemoteError(me, "showed a certificate of another invite")

@@ -50,7 +50,7 @@ class Advert(_Part, frozen=True):
     name: str
     device: str
     flop_per_s: float
-    """Measured by a probe with the shapes of this model's layers, in fp32."""
+    """Speed of the sender's device, measured in fp32 by a probe with the shapes of this model's layers."""
     memory_bytes: int
     upload_bytes_per_s: float
     download_bytes_per_s: float
@@ -171,7 +171,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of each expert's state that the sender holds."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each placed expert since the sender took its place."""
+    """Tokens that the sender's microbatches have sent to each placed expert since the sender joined its stage."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check them sooner."""
     unsound: tuple[PeerID, ...] = ()
@@ -188,9 +188,9 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     paused_s: float | None = None
     """Seconds since the sender paused and left its device to the device's owner; None: it is not paused."""
     unsaved_s: float = 0.0
-    """Seconds since the last snapshot of the sender's stage, or since the sender took its place."""
+    """Seconds since a snapshot of the sender's stage was last due, or since the sender joined it; 0: it writes none."""
     shortages: int = 0
-    """How often the sender ran out of memory in its place; since then its advert claims less memory."""
+    """How often the sender has run out of memory for its work; after each time its advert claims less memory."""
 
 
 class HeartbeatReply(_Message, frozen=True):
@@ -427,7 +427,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     device: str
     stage: int | None
     version: int
-    """-1: this coordinator has not heard the peer yet."""
+    """The version that the peer has reported; -1: this coordinator has not heard the peer yet."""
     synced: bool
     draining: bool
     seen_s_ago: float
@@ -448,7 +448,7 @@ class ExpertStatus(_Part, frozen=True, omit_defaults=True):
     stage: int
     expert: int
     load: float = 0.0
-    """Recent share of the stage's expert tokens, in [0, 1]; all 0 before any report."""
+    """Recent share of the stage's expert tokens, in [0, 1]; 0 for all experts before any report."""
     holders: tuple[int, ...] = ()
     """Planned holders that have the expert's state, as positions in `SwarmStatus.peers`."""
     coming: tuple[int, ...] = ()
@@ -474,7 +474,7 @@ class FailureRecord(_Part, frozen=True, array_like=True):
     failures: float
     """Number of times that the peer was lost without a Leave; older losses count in part."""
     seen_s: float
-    """Seconds in which a failure would have been noticed."""
+    """Seconds for which the peer was watched, so that a failure would have been noticed."""
 
 
 class Comparison(_Part, frozen=True, omit_defaults=True):
@@ -486,7 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed predicted from current figures, for synchronous steps while the run makes these; `sentence` has it, too."""
+    """Speed (of synchronous steps if the run now makes these) predicted from current figures; `sentence` names it."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -586,7 +586,7 @@ class PresenceUpdate(EraMessage, frozen=True, kw_only=True, tag="Hello", rename=
 
     plan_sequence: int
     stage: int
-    """-1: the sender has no stage."""
+    """The sender's stage; -1: none."""
     version: int
     ready: bool
     """The sender holds its stage's state and takes part in rounds."""
@@ -708,8 +708,8 @@ class Again(EraMessage, frozen=True):
 
 class Reject(EraMessage, frozen=True, tag="HandBack"):
     """The sender, a member of `stage`, rejects microbatches because it pauses or lags: (step, index, True if the
-    microbatch may have run). The peer that sent them tries another replica; those of stage 0 go back to that stage's
-    leader."""
+    microbatch may have run). The peer that sent the microbatches tries another replica; if `stage` is 0, they go back
+    to that stage's leader."""
 
     stage: int
     items: tuple[tuple[int, int, bool], ...]
@@ -729,8 +729,8 @@ class ExpertDone(EraMessage, frozen=True, kw_only=True, rename={"retried": "agai
     step: int
     index: int
     experts: tuple[tuple[int, int], ...]
-    """(expert, number of layers with a backward; 0: the expert got no tokens). Every expert counts every microbatch
-    once."""
+    """(expert, number of layers with a backward). 0 layers: the expert got no tokens, but every expert counts every
+    microbatch once."""
     retried: bool
     """The microbatch may have run before, maybe at another holder: keep its contribution separate."""
 
@@ -835,7 +835,8 @@ class ReducedRequest(EraMessage, frozen=True):
     """A newcomer that catches up asks for the reduced gradient of `step`, as BULK frames, as soon as it exists.
 
     The answer is a `Digest`. If the Digest's version is above `step`, the gradient follows. If it equals `step`, only
-    those pieces follow that the open round sends to the newcomer in any case. If it is below `step`, nothing follows.
+    those pieces follow that the running reduction sends to the newcomer in any case. If it is below `step`, nothing
+    follows.
     """
 
     stage: int
@@ -997,7 +998,8 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     passage: int
     """Number of the sender's run of the microbatch: a run may be given up and repeated under another number."""
     serial: int
-    """Number of this request among the sender's requests in its present place; a repeated request keeps the number."""
+    """Number of this request among the sender's requests under this `incarnation`; a repeated request keeps the
+    number."""
     step: int
     index: int
     layer: int

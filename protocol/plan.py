@@ -88,7 +88,7 @@ FORESEEN_MAX = 1e15
 
 
 class Foreseen(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """Speed of a layout as its coordinator predicted it when it made the plan."""
+    """Speed of a layout, as predicted by the coordinator that made the plan."""
 
     tokens_per_s: float
     bound: Bound
@@ -279,7 +279,7 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; if `peer` is not in it, this plan's."""
+        """Return the sequence of the plan since which `peer` is in the group; if it is not, this plan's sequence."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
@@ -294,7 +294,7 @@ class Plan(
 
     @property
     def order(self) -> tuple[int, int]:
-        """(term, sequence): the order of plans with the same `override_epoch`, as people read it."""
+        """(term, sequence), by which messages to people name a plan; it orders plans of the same `override_epoch`."""
         return (self.term, self.sequence)
 
     @property
@@ -348,7 +348,7 @@ _LINK_DECODER = msgspec.msgpack.Decoder(tuple[bytes, PlanProof | None])
 
 
 def open_link(data: bytes, *, source: PeerID) -> tuple[bytes, PlanProof | None]:
-    """Split a link into (plan's envelope, votes or None), both unchecked. Raises: RemoteError: it is unreadable."""
+    """Split a link into (plan's envelope, votes or None), both unchecked. Raises: RemoteError: `data` is unreadable."""
     return decoded(_LINK_DECODER, data, source, "an unreadable link of the chain")
 
 
@@ -406,7 +406,7 @@ def sign_mandate(owner: Identity, mandate: Mandate, *, run: str) -> bytes:
 
 
 def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Mandate:
-    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable or not signed by the owner."""
+    """Verify a mandate that `source` sent. Raises: RemoteError: it is unreadable, or the owner did not sign it."""
     envelope = unseal(data, "mandate", run=run, source=source, relayed=True)
     if envelope.sender != owner:
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")

@@ -54,7 +54,7 @@ AFTER_A_MOVE_S: Final = 2.5
 new to its NAT. Such a peer dials us once it notices the loss, and its dials fail while we dial."""
 FRESH_S: Final = 5.0
 LINGER_S: Final = 60.0
-"""How long a peer is still dialled after the plan has removed it: the reason may have been that it was away."""
+"""How long a peer is still dialled after the plan has removed it: perhaps it was removed because it was away."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

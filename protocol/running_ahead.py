@@ -22,8 +22,8 @@ steps. The mean over a step's microbatches and over the stages is
 
     s(k, g) = mean over u in [0, 1] of min(k, (C + u g R) / T)                 [steps]
 
-Of the stale microbatches the fraction gR / (C + gR) begins while microbatches of the open step are in flight. Their
-weights lack the gradients of these microbatches, which are at most g r R / M of the step:
+Of the stale microbatches the fraction gR / (C + gR) begins while microbatches of the uncommitted step are in flight.
+Their weights lack the gradients of these microbatches, which are at most g r R / M of the step:
 
     seen(g) >= 1 - min(1, g r R / M) gR / (C + gR)
 
@@ -71,7 +71,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return the least fraction of the uncommitted step that has returned when a stale microbatch begins."""
+        """Return the least fraction of the uncommitted step's gradients that is back when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying

@@ -53,7 +53,7 @@ BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
 """The value of `swarm.stages` that lets the coordinator choose the number of stages."""
 CONTINUED_MAX = 64
-"""Continuations that a spec may list: it must fit into a directory record."""
+"""Continuations that a spec may list: the spec must fit into a directory record."""
 BASE_CHARS_MAX = 120
 """Characters of the base model's name, and of its licence's name."""
 
@@ -79,9 +79,9 @@ class ModelSpec(_Section, frozen=True):
     num_layers: int = 6
     """Number of decoder layers, without embedding and head."""
     num_heads: int = 4
-    """Number of query heads H; divides `dim`. A run file without it, or with "auto", gets heads of width 64. Such rules
-    also choose `num_kv_heads`, `ffn_dim`, the learning rate, the warm-up and the microbatches of a step; `shoal host`
-    prints the choices."""
+    """Number of query heads H; divides `dim`. A run file without it, or with "auto", gets heads of width 64, or 128 in
+    a wide model. Such rules also choose `num_kv_heads`, `ffn_dim`, the learning rate, the warm-up and the microbatches
+    of a step; `shoal host` prints the choices."""
     num_kv_heads: int = 2
     """Number of key and value heads; divides `num_heads`."""
     ffn_dim: int = 352
@@ -372,7 +372,7 @@ class TrainingSpec(_Section, frozen=True):
     steps: int = 400
     """Optimizer steps of the run."""
     microbatches_per_step: int = 8
-    """M: microbatches in a step, which uses their mean gradient. A run file without it gets one that fits the model."""
+    """M: microbatches in a step, which uses their mean gradient. A run file without it gets a number that fits."""
     microbatch_size: int = 4
     """Samples in a microbatch."""
     s_max: int = 1
@@ -602,7 +602,7 @@ class RunSpec(_Section, frozen=True):
     wire: WireSpec = msgspec.field(default_factory=WireSpec)
     initial: InitialSpec = msgspec.field(default_factory=InitialSpec)
     adapter: AdapterSpec | None = None
-    """None: all weights train."""
+    """The adapters that train; None: all weights train."""
     continued: tuple[ContinuedSpec, ...] = ()
     """The run's continuations, oldest first."""
 
@@ -783,7 +783,7 @@ def spec_complaint(error: Exception) -> str:
 
 
 def run_id(spec: RunSpec, owner: PeerID) -> str:
-    """Return the run's id, 16 hex digits. A spec's revisions share one id; another spec or owner has another."""
+    """Return the run's id, 16 hex digits. A spec's revisions share one id; another spec or owner has another id."""
     return blake3(unchanging_bytes(spec) + owner.encode()).hexdigest(length=8)
 
 

@@ -70,7 +70,7 @@ _LIKE: Final = MappingProxyType(
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
-"""Muon's prices, and NAdam's powers of all but `none`, are from earlier initial weights; other powers are guesses."""
+"""Muon's prices, and NAdam's powers except for `none`, are from earlier initial weights; other powers are guesses."""
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:

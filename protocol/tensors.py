@@ -26,7 +26,7 @@ _OF_EXPERTS: Final[Mapping[str, tuple[str, Mapping[str, str]]]] = {
     "mixtral": ("block_sparse_moe", {"w1": "w1", "w2": "w2", "w3": "w3"}),
     "qwen3_moe": ("mlp", {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}),
 }
-"""Family -> (its name of the expert layer, our name -> its name of each matrix of an expert)."""
+"""Family -> (the family's name of the expert layer, our name -> the family's name of each matrix of an expert)."""
 ROUTER: Final = ".gate.weight"
 ALIGNMENT: Final = 16
 _NORMS: Final = {
@@ -115,7 +115,7 @@ def expert_name(model: ModelSpec, index: int, expert: int, matrix: str) -> str:
 
 
 def router_name(model: ModelSpec, index: int) -> str:
-    """Return the router's name in the decoder layer `index`, which has experts."""
+    """Return the Hugging Face name of the router in the decoder layer `index`, which has experts."""
     return f"model.layers.{index}.{_OF_EXPERTS[model.family][0]}{ROUTER}"
 
 

@@ -1,4 +1,5 @@
-"""The timer of a driver (a peer's asyncio program), set again whenever the driver's core names another time."""
+"""The timer of a driver (a peer's asyncio program), set again whenever the driver's state machine names another
+time."""
 
 import asyncio
 import math
@@ -8,8 +9,8 @@ from typing import Final
 from shoal.protocol.ports import Clock
 
 _TICK_S: Final = 0.001
-"""Least delay of a timer. uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The core
-would then ask for the same time again, rounded to no delay, and core and loop would take some ten turns per timer."""
+"""Least delay of a timer. uvloop rounds to whole milliseconds, so a timer may ring half a millisecond early. The driver
+would then set the same time again, rounded to no delay, and driver and loop would take some ten turns per timer."""
 
 
 class Timer:
@@ -21,8 +22,8 @@ class Timer:
         self._at_s = math.inf
         self._handle: asyncio.TimerHandle | None = None
         self._armed_for_s = math.inf
-        """When the loop's timer handle fires. A later time leaves the handle as it is: when it fires, it is armed
-        again."""
+        """When the loop's timer handle fires. A later time leaves the handle as it is: it fires too early, and is then
+        armed again."""
 
     def set(self, at_s: float) -> None:
         """Ring at the clock's time `at_s`: at once if `at_s` is past, never if it is infinite."""

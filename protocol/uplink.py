@@ -39,7 +39,7 @@ _NUM_SAMPLES: Final = 6
 """The line's rate is the maximum of this many samples. With fewer, TCP's recovery from a loss would lower the rate."""
 _NUM_PATH_SAMPLES: Final = 20
 """A connection's rate is the maximum of this many samples. The connection is often slow because others share the line.
-With many samples the rate that it had alone is remembered until the next burst."""
+With many samples the rate that the connection had alone is remembered until the next burst."""
 _UNSEEN_S: Final = 0.5
 """Bytes that we have written, and the kernel does not show, count as queued for one to two times this time. After that
 they are taken to wait in the daemon, or to have used another path."""
@@ -106,7 +106,7 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return how many of a connection's queued bytes count for the line at most: rate x (round trip +
+        """Return the most of a connection's queued bytes that count for the line's window: rate x (round trip +
         `QUEUE_S`)."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)

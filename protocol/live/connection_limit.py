@@ -3,9 +3,9 @@
 `p2pd` limits neither connections nor handshakes, waits 15 seconds for each stalled handshake, and computes a key and a
 signature for each handshake that begins. It has no option for such limits, and a proxy in front of it would copy every
 byte once more. So the kernel helps: a second socket listens on the daemon's port and never accepts, and a few
-instructions (classic BPF on the port's SO_REUSEPORT group) send it the new connections of an address that has too many.
-The second socket's queue is full after one connection; then the kernel drops further connections, and the attacker
-waits for its own retries. Existing connections are untouched, and other peers lose no time.
+instructions (classic BPF on the port's SO_REUSEPORT group) send this socket the new connections of an address that has
+too many. The second socket's queue is full after one connection; then the kernel drops further connections, and the
+attacker waits for its own retries. Existing connections are untouched, and other peers lose no time.
 
 Ten times a second we search the kernel's list for addresses that have or open too many connections. A half-open
 connection (SYN_RECV) does not count, as its address may be forged. An address is shut out until it has been quiet for a
@@ -238,7 +238,7 @@ def _send_away_whoever_came(listener: socket.socket) -> None:
 
 
 def _divert(listener: socket.socket, version: int, networks: Iterable[Network]) -> None:
-    """Divert new connections of `networks` to this socket, all others to the daemon. Raises: OSError."""
+    """Divert new connections of `networks` to `listener`, all others to the daemon. Raises: OSError."""
     chosen = sorted(network for network in networks if (len(network) <= 4) == (version == 4))
     program = _of_ipv4(chosen) if version == 4 else _of_ipv6(chosen)
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in program))

@@ -2,7 +2,8 @@
 
 The daemon has all connections: when it dies, all streams close and all handlers are forgotten. So handlers are
 registered in a *setup*, a function that runs at the first start and after every restart. A setup may only call the
-daemon, not wait for another peer: `p2p()` returns after all setups, so such a setup might wait for itself.
+daemon, not wait for another peer: `p2p()` returns after all setups, so a setup that waits for a peer might wait for
+itself.
 """
 
 import asyncio
@@ -170,14 +171,14 @@ class Daemon:
         return from_this_machine(self.listening)
 
     async def p2p(self) -> Any:
-        """Return hivemind's P2P of the running daemon; wait during a restart. Raises: TransportError: it is closed."""
+        """Return hivemind's P2P of the running daemon; wait during a restart. Raises: TransportError: closed."""
         await self._up.wait()
         if self._p2p is None:
             raise TransportError("the network daemon of this peer is closed")
         return self._p2p
 
     async def add_setup(self, setup: Setup) -> None:
-        """Run `setup` on the daemon now and after every restart. Raises: TransportError: it is closed."""
+        """Run `setup` on the daemon now and after every restart. Raises: TransportError: the daemon is closed."""
         p2p = await self.p2p()
         self._setups.append(setup)
         try:
@@ -331,7 +332,7 @@ class Daemon:
                 logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
-        """Wait until the daemon has ended or no longer answers; return which, in words."""
+        """Wait until the daemon has ended or no longer answers; return which of the two, in words."""
         exited = asyncio.ensure_future(self._p2p._child.wait())
         silent = self._p2p._client.control._read_task
         try:
@@ -349,7 +350,7 @@ class Daemon:
             exited.cancel()
 
     async def refresh(self) -> bool:
-        """Ask the daemon for its visible addresses now; return whether it answers. Call before `close`."""
+        """Ask the daemon for its visible addresses now; return True if the daemon answers. Call before `close`."""
         try:
             async with asyncio.timeout(_PULSE_TIMEOUT_S):
                 _, visible = await self._p2p._client.identify()

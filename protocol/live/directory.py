@@ -45,7 +45,7 @@ class LiveDirectory:
         self._keeper: asyncio.Task[None] | None = None
         self._is_open = True
         self._has_met = asyncio.Event()
-        """Set once the node has looked for neighbours; before that it finds no records."""
+        """Set once the node has looked for neighbours; before that the node finds no records."""
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":

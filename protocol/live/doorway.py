@@ -1,9 +1,9 @@
 """Limits streams and lanes (TCP connections) while the other end has not proved its identity: streams per peer, lanes
 per address, and both in total.
 
-Each costs us a file and a task, and a peer can open thousands over one connection. Beyond a limit the oldest waiting
-stream is closed: of the same source, or of all sources. An honest peer's proof (HELLO) arrives within a round trip, so
-a flood mostly closes its own streams.
+Each costs us a file and a task, and a peer can open thousands over one connection. Beyond a limit we close the oldest
+waiting stream of the same source or, for the total, of all sources. An honest peer's proof (HELLO) arrives within a
+round trip, so a flood mostly closes its own streams.
 """
 
 import contextlib

@@ -128,7 +128,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's stated expiry, and asks no other node before. We use the records' expiry."""
+    """Hole: hivemind trusts a reply's stated expiry, and asks no other node until then. We use the records' expiry."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)

@@ -144,7 +144,7 @@ class Lane(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def send(self, start: int, piece: memoryview) -> None:
-        """Write a piece. The caller may change its buffer afterwards. Args: start: offset in the lanes' byte stream."""
+        """Write a piece. The caller may then change the buffer. Args: start: offset in the lanes' byte stream."""
         assert self._channel is not None
         for record in self._channel.seal(b"".join((_START.pack(start), piece))):
             self._transport.write(record)

@@ -152,7 +152,7 @@ class LaneDoor:
 
     @contextlib.contextmanager
     def _about_to_be(self, link: Link) -> Iterator[None]:
-        """Count a lane (TCP connection) of this stream against the limits during its handshake (this context)."""
+        """Count a lane (TCP connection) of this stream against the limits while its handshake (this context) lasts."""
         link.expect_lane()
         self._agreeing[link] += 1
         try:

@@ -19,7 +19,7 @@ from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
 _PIECES: Final = 4
-"""Least number of pieces of a slice (25 ms of the line's rate): a stalled lane holds up only a part of the slice."""
+"""A slice (25 ms of the line's rate) is cut into at least this many pieces: a stalled lane delays only a part of it."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
 """Least size of a piece: about the bytes that TCP sends in a connection's first round trip. Each piece costs a turn of
 both ends' event loops."""

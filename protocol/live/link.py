@@ -208,11 +208,11 @@ class Link(asyncio.BufferedProtocol):
         self._asks_for = count
 
     def tcp_infos(self) -> list[bytes]:
-        """Return the kernel's TCP_INFO of each lane, at the sending end."""
+        """Return the kernel's TCP_INFO of each lane; none at the receiving end."""
         return [lane.tcp_info() for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def lane_names(self) -> list[str]:
-        """Return the names of the sending end's lanes (`tcp_queues.lane_name`)."""
+        """Return the names of the lanes (`tcp_queues.lane_name`); none at the receiving end."""
         return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def close_lanes(self) -> bool:

@@ -37,7 +37,7 @@ class ReceiveQueues:
         queue.attach(link)
 
     def on_frame(self, link: Link, frame: Frame) -> None:
-        """Queue a frame that the stream `link` has brought. Raises: RemoteError: it is no DATA frame."""
+        """Queue a frame that the stream `link` has brought. Raises: RemoteError: `frame` is no DATA frame."""
         queue = self._queues.get(link.peer)
         if queue is not None:
             queue.on_frame(link, frame)
@@ -81,7 +81,7 @@ class ReceiveQueue:
         self._link = link
 
     def on_frame(self, link: Link, frame: Frame) -> None:
-        """Queue a frame, unless it is of an older stream. Raises: RemoteError: it is no DATA frame."""
+        """Queue a frame, unless it is of an older stream. Raises: RemoteError: `frame` is no DATA frame."""
         if frame.type is not FrameType.DATA:
             raise RemoteError(self.peer, "sent something other than data")
         if link is not self._link:

@@ -55,7 +55,7 @@ _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
 """Stands for the figures of every connection within this machine, which then never counts as dead: the kernel answers
-for both ends, so its own figures would never change."""
+for both ends, so the true figures would never change."""
 _BOOT_CLOCK: Final = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
 """A clock that also counts while the machine is suspended, if the system has one."""
 
@@ -127,8 +127,8 @@ class Redialer:
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections; a call that fails meanwhile may fail for this
-        reason."""
+        """Return how often we have closed the peer's connections; if the count rises during a call, that may be why the
+        call fails."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
@@ -257,7 +257,7 @@ class Redialer:
             self._news.pop(peer).set()
 
     def _ways(self) -> Mapping[str, Mapping[str, Way]]:
-        """Return name -> kernel's id -> figures of the daemon's connections; empty: the kernel shows none."""
+        """Return the daemon's connections: name -> kernel's id -> kernel's figures; empty: the kernel shows none."""
         try:
             return ways_of(self._daemon.process_id)
         except OSError as error:
@@ -316,7 +316,7 @@ class Redialer:
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Answer a caller that had lost us. If we still have older connections to it, close all of them and say so."""
+        """Answer a caller that had lost us. If we still have older connections to the caller, close them and say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]

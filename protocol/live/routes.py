@@ -128,7 +128,7 @@ class Routes:
             self._take_detour(peer)
 
     def seen(self, peer: PeerID) -> None:
-        """Dial `peer` at the address that a carrier just reported; the carrier also reports our address to it."""
+        """Dial `peer` at the address that a carrier just reported; the carrier also reports our address to `peer`."""
         self.comes_over(peer)
         if detour := self._detours.get(peer):
             detour.num_dials = 0

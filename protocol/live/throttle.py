@@ -30,7 +30,7 @@ CARRIED: Final = 2.5
 """Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and
 reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
-"""A slice of a frame is what the line sends in this time. With long slices a gradient would wait for a megabyte."""
+"""Seconds that the line takes to send a slice of a frame. With long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
 """Longest wait of a slice behind urgent frames. So at 5 Mbit/s a copy of state still sends 4 MiB in 40 s; its receiver
 gives up after 60 s."""
@@ -44,7 +44,7 @@ class RateLimiter(TokenBucket):
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """Count bytes that pass at once, even beyond the limit."""
+        """Count bytes that pass without waiting, even beyond the limit."""
         self.take(nbytes * WIRE_FACTOR)
 
     def charge_acknowledgements(self, received_bytes: int) -> None:

@@ -71,7 +71,7 @@ class LiveTransport:
         self._throttle = throttle
         self._addresses: dict[PeerID, tuple[str, ...]] = {}
         self._places: dict[PeerID, tuple[str, ...]] = {}
-        """Peer -> addresses from which it is connected to carriers, beside those that it announces."""
+        """Peer -> addresses from which the peer is connected to carriers, in addition to those that it announces."""
         self._send_queues: dict[PeerID, SendQueue] = {}
         self._receive_queues = ReceiveQueues()
         self._doorway = Doorway()
@@ -204,7 +204,7 @@ class LiveTransport:
         }
 
     async def connected(self) -> frozenset[PeerID]:
-        """Return the peers to which the daemon is connected, whichever end dialled; none while it restarts."""
+        """Return the peers to which the daemon is connected, whichever end dialled; none while the daemon restarts."""
         return frozenset(await self._connections())
 
     async def _connections(self) -> dict[PeerID, list[str]]:

@@ -23,9 +23,9 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """The dirt of one device and of both directions of its line: the table `dirt` in a scenario file."""
 
     compute_sd: _NotNegative = 0.0
-    """Standard deviation of a job's seconds, as a fraction of their mean. They vary by a lognormal factor of mean 1."""
+    """Standard deviation of a job's seconds, which are lognormal, as a fraction of their mean."""
     throttled: Annotated[float, msgspec.Meta(gt=0.0, le=1.0)] = 1.0
-    """The part of full speed that the device can keep up for ever. 0.25: a quota of a quarter of a core; 1: all."""
+    """The part of full speed that the device can keep up for ever. 0.25: a quarter of a core; 1: no quota."""
     burst_s: _NotNegative = 0.0
     """Seconds that a rested device works at full speed before it is throttled: 0.1 * `throttled` with a CPU quota (its
     period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores the whole burst."""
@@ -33,7 +33,7 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
     neighbour on the same cores shows."""
     wander_sd: _NotNegative = 0.0
-    """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean rate stays."""
+    """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean rate is kept."""
     wander_s: _Positive = 60.0
     """Time in which the autocorrelation of the logarithm of the line's rate falls to 1/e."""
     others_share: _Share = 0.0

@@ -16,7 +16,7 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A frame in flight. A change of the path's rate can move its arrival, but only until its last byte has left."""
+    """A frame in flight. A change of the path's rate can move the arrival until the frame's last byte has left."""
 
     frame: SimFrame
     rate_bytes_per_s: float

@@ -68,7 +68,7 @@ class Links:
     # Frames -------------------------------------------------------------------------------------------------------
 
     def send(self, source: NetworkCard, destination: NetworkCard, frame: SimFrame) -> None:
-        """Queue `frame`. The future `frame.left` is done when it has left, or gets the error if its stream breaks."""
+        """Queue `frame`. `frame.left` is done when the last byte has left, or gets the error if the stream breaks."""
         stream = self.stream(source, destination)
         stream.put(frame)
         self._record(Kind.FRAME_QUEUED, stream, frame)
@@ -105,7 +105,7 @@ class Links:
             card.flushed.set_result(None)  # `flush` looks again
 
     def reset(self, stream: Stream, why: str) -> None:
-        """End the stream at the receiver, which handles no more of its frames. The sender learns it one latency
+        """End the stream at the receiver, which handles no more of its frames. The sender learns of this one latency
         later."""
         stream.arrived.clear()
         self._refuse(stream, why)

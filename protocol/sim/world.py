@@ -126,7 +126,7 @@ class World:
         """Start the process of a peer. A peer that crashed or closed returns with its identity, machine and address.
 
         Args:
-            plug: peers with equal keys here share one uplink and downlink, with the rates of the first; None: its own.
+            plug: peers with equal keys here share one uplink and downlink, with the rates of the first; None: own ones.
             dirt: the dirt of the device if the machine is new, and of the line if the plug is new (`dirt.py`).
             cores: the cores that the device shares with devices of other peers, if the machine is new.
         Raises: LocalError: a peer of that name is alive, or the network has no place for it.

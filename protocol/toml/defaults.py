@@ -38,12 +38,12 @@ TOKENS_PER_PARAMETER: Final = 20.0
 """Compute-optimal training tokens for each parameter: Chinchilla (2203.15556), table 3, rounded."""
 MICROBATCHES_PER_STAGE: Final = 4
 _TUNING: Final = 1 / 15
-"""The rate for tuning all weights, as a share of the rate from scratch: 2e-5 and 3e-4 in Llama 2 7B (2307.09288)."""
+"""Learning rate for tuning all weights, as a share of that from scratch: 2e-5 and 3e-4 in Llama 2 7B (2307.09288)."""
 _ADAPTING: Final = 10 / 15
-"""The rate for training adapters, as a share of the rate from scratch: ten times `_TUNING`, so 2e-4 as in QLoRA 7B
+"""Learning rate for training adapters, as a share of that from scratch: ten times `_TUNING`, so 2e-4 as in QLoRA 7B
 (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""The largest factor by which the rate of a short run is raised, reached at a 1,500th of the optimal tokens (20 N)."""
+"""Largest factor by which a short run's learning rate is raised, reached at a 1,500th of the optimal tokens (20 N)."""
 STAGES_FED: Final = 3
 """The number of stages for which a step is cut into microbatches if a run leaves the number of stages open. A swarm
 with more stages still works: at two microbatches a stage, six stages are busy."""
@@ -103,7 +103,7 @@ def kv_heads_of(num_heads: int) -> int:
 
 
 def ffn_dim_of(dim: int) -> int:
-    """Return the hidden width at which SwiGLU's three matrices have about 8 D² elements, as the two of a plain MLP."""
+    """Return the hidden width at which SwiGLU's three matrices have about 8 D² elements, as those of a plain MLP."""
     multiple = 32 if dim < 1024 else 256  # rounding to 256 would turn the 341 of a width of 128 into 512
     return multiple * math.ceil(8 * dim / 3 / multiple)
 
