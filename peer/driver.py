@@ -35,11 +35,11 @@ from shoal.protocol.spec import RunSpec
 
 
 class PeerDriver:
-    """One peer of one run. It sends nothing before it obeys a plan.
+    """One peer of one run. The peer sends nothing until a plan is in force.
 
     Args:
         arithmetic: the peer's computations on tensors; without the run's text the peer is never at stage 0.
-        traffic: the policy for sending to the next stage; None: the default, by measurements.
+        traffic: makes the policy for sending microbatches to the next stage; None: the default, by measurements.
     """
 
     def __init__(
@@ -161,7 +161,8 @@ class PeerDriver:
         self._stage.follow_soon()
 
     def lose_excluded(self) -> None:
-        """Treat members that the run has excluded as dead, even if they drain: no peer takes their messages."""
+        """Treat members that the run has excluded as dead, even if they still drain: all peers refuse their
+        messages."""
         plan = self._plans.newest
         for peer in plan.members if plan is not None else ():
             if self._ports.endpoint.members.is_excluded(peer):
@@ -171,7 +172,8 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last heartbeat. The caller must make sure that it arrives."""
+        """Return a heartbeat with the reports since the last one. Each report is returned only once, so the caller must
+        deliver this heartbeat."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(

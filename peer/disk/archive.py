@@ -104,7 +104,8 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if snapshots of this version are written, and so every member signs its group's layers at it."""
+        """True if snapshots of this version are due. Every member, even without a disk, then signs its group's
+        layers."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -360,8 +361,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete snapshots of layer groups that no snapshot of the last ten up to `age` has; `thin` removes older
-        eras."""
+        """Delete the snapshots of each layer group that is in none of the last ten versions written here, of which
+        `age` is the newest; but keep the group's snapshots if it has some of another era, which `thin` removes."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:

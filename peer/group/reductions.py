@@ -140,8 +140,9 @@ class Early:
     """Keeps pieces of rounds that we have not heard of yet, by sender and round. Pure.
 
     Another member may hear of a round before we do. A member can make up rounds, so pieces are kept only for the latest
-    few rounds of each sender. A dropped piece costs an honest member seconds: its round stands still, and it sends the
-    piece again (`Pressing`). Step numbers have no bound: a slow device's rounds may be far ahead of its version.
+    few rounds of each sender. If an honest sender's piece is dropped, the round stands still for seconds, until the
+    sender sends the piece again (`Pressing`). Step numbers have no bound: a slow device's rounds may be far ahead of
+    its version.
 
     Args: pieces_max: the most pieces that one member sends another in a round.
     """
@@ -232,7 +233,8 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""A learner that went away must be back in so many seconds, with weights loaded, its layers at the group's version."""
+"""Seconds for which gradients are kept for a learner that went away: the time to return and bring its layers up to
+date."""
 STEPS_MAX: Final = 4
 """The gradients (float32) of at most this many steps are kept for absent learners, as for the next layout's peers."""
 

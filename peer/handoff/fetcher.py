@@ -343,8 +343,8 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a group peer bring the ranges that it owns, or a carrier (it fetches for us) those of a single
-            holder."""
+            """Have a group peer bring the ranges that it owns, or a carrier (it fetches for us) ranges that only one
+            holder has."""
             next_wanted = self._next_alone if carries else self._next_of_group_peer
             while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True
@@ -430,7 +430,8 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that only one holder has (we ask it for the first ones); None: no range."""
+        """Return the last range in `todo` that only one holder has (the holder sends us the first ones); None: no
+        range."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -448,7 +449,8 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder sent the whole layer."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder sent all of it, so the holder
+        is at fault."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""Fewer layers are replayed once one of them is this many steps behind its holder, and too few gradients for all
-replayed layers have come while the holder made as many steps."""
+"""A layer is dropped, so that fewer must be replayed, if the oldest is this many steps behind its holder, and if, while
+the holder made this many steps or more, we replayed fewer than that for each layer on average."""
 
 
 @dataclass(slots=True)

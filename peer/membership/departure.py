@@ -9,7 +9,7 @@ until we come back. So a last holder does three things:
     stay   if a new plan gives our place to another peer, wait until that peer holds our layers
 
 So the disks have a complete snapshot of one version, from which the run can go on, whether only we leave or all peers.
-Uncommitted microbatches are computed again. Each of the three has a time limit; the whole departure has one, too.
+Uncommitted microbatches are computed again. Each of the three has a time limit, and so has the whole departure.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""Fraction of the departure's time for the halt. In the halt's second half we ask to give up the step under way."""
+"""Fraction of the departure's time for reaching the halt version. After half of it we ask to give up the step under
+way."""
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
@@ -57,7 +58,8 @@ class Departure:
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has all."""
+        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has all our
+        steps."""
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
@@ -114,7 +116,7 @@ class Departure:
 
     async def _until_counted_out(self, until_s: float) -> None:
         """Wait until the coordinator has made a plan without us. If we left before the coordinator knows that a
-        successor holds our layers, it would take the layers for lost."""
+        successor holds our layers, the coordinator would take the layers for lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         me, plans = self._endpoint.peer_id, self._plans
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
@@ -151,7 +153,7 @@ class Departure:
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader at present.
 
-        Args: at_once: give up the step under way."""
+        Args: at_once: stage 0 is to give up the step under way."""
         plan = self._plans.newest
         for peer in plan.stages[0].peers if plan is not None else ():
             with Tolerating(logger.debug, "no halt"):
@@ -231,8 +233,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Count a version that we save for `source`. Raises: Refused: `source` does not leave, or has asked for too
-        many versions."""
+        """Count a version that we save for `source`. Raises: Refused: `source` has not said that it leaves, or has
+        asked for too many versions."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

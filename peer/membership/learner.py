@@ -10,7 +10,7 @@ group: its part of the reduced gradient comes by the round, in which the learner
 fetched once, however many steps the group commits meanwhile; its weights follow from its state and need not be fetched
 any more; and no holder has to keep a version of the whole state for a fetch that may take an hour. Once all layers are
 here, and match the digests that most holders have signed, the learner is a full member from the next commit on. If
-weights and rounds fill its line, it stays a learner; its log says how many layers it has.
+weights and rounds fill the learner's line, it stays a learner; its log says how many layers it has.
 
 A learner computes only with weights whose digest most holders name, and takes over only a state that most holders have
 signed. So a minority of lying holders cannot make it train with wrong weights.
@@ -103,8 +103,8 @@ class Learner:
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """Lowest version of the layer that is being fetched, or that a failed fetch left in part. The reduced gradients
-        from this version on are kept for the layer."""
+        """Lowest version of the layer that is being fetched, or of which a failed fetch left a part. The group's
+        reduced gradients from this version on are kept, so that the layer can catch up."""
 
     # --- what others see ---
 

@@ -298,8 +298,8 @@ class Replica(GroupMembership):
 
     def _make_learner(self) -> Learner | None:
         """Return an object that makes us a learner. None: the run is synchronous (each step would wait for the
-        learner's weights), or has tied matrices, or has adapters or placed experts (their state is small beside the
-        weights)."""
+        learner's weights), or has tied matrices, or has adapters or experts on other peers (then the state is small
+        beside the weights)."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -342,13 +342,14 @@ class Replica(GroupMembership):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of recent forwards (at the last stage: of loss jobs), without the time spent waiting for
-        placed experts; 0 before the first forward."""
+        """Median seconds of recent forwards (at the last stage: of loss jobs), without waiting for experts on other
+        peers; 0 before the first forward."""
         return self._forward_times.seconds
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
-        """Number of tokens of each expert, summed over our layers, for heartbeats; empty if experts are not placed."""
+        """Number of tokens of each expert, summed over our layers, for heartbeats; empty if stages hold their own
+        experts."""
         loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
         return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 

@@ -2,8 +2,8 @@
 
 Each member sends the others the digest of every version that it reaches. Once all members of a round have sent their
 digests, the most frequent digest is the group's. A member with another digest fetches the state; the first member by
-rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report and
-send the copy if the reporter dies first, so that no commit is missing.
+rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report, and
+send the copy if the reporter dies first.
 """
 
 import math
@@ -39,7 +39,7 @@ class Agreement:
     _norms: dict[int, float] = field(default_factory=dict)
     """Version -> norm of the gradient of our step to that version."""
     own: tuple[Digest, ...] = ()
-    """Our digest of our present version; empty before the first version."""
+    """(Digest of our state at the present version,); empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
     """Step -> time at which we first saw that we are past that step."""
     next_s: float = math.inf

@@ -193,7 +193,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Fetch the reduced gradient of `step` from `mate`, which is past that step: we missed the end of its round."""
+    """Fetch the reduced gradient of `step` from `mate`, which has made that step: we missed the end of the round."""
 
     mate: PeerID
     step: int

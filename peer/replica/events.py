@@ -44,7 +44,8 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class PeerSaid:
-    """A peer reports its presence: its place in the plan, and whether it is ready and open in this place."""
+    """A peer reports its presence: its place in the plan, and whether it is ready (takes part in rounds) and open
+    (accepts microbatches) there."""
 
     peer: PeerID
     presence: PresenceUpdate
@@ -52,8 +53,8 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still has `peer`, but
-    its gradients are useless to us, and we ignore it for as long as we have this place."""
+    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still names `peer`,
+    but we refuse its gradients, and ignore the peer for as long as we have this place."""
 
     peer: PeerID
     is_barred: bool = False
@@ -61,7 +62,7 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage; `incarnation` numbers its starts there. Members of the peer's group may have
+    """`peer` has begun anew in its stage; `incarnation`: the number of this start. Members of the peer's group may have
     learnt of the restart already from a Progress message of the peer."""
 
     peer: PeerID

@@ -147,7 +147,8 @@ class GroupCore(GroupView):
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Record, at stage 0, a grant to us. `retried`: the microbatch runs again; the leader may not know that."""
+        """Record that stage 0's leader has granted us `microbatch`. `retried`: it runs again; a new leader may not know
+        that."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -227,7 +228,8 @@ class GroupCore(GroupView):
         """Remove a member's earlier incarnation if it now reports `incarnation`, in a Progress or a PresenceUpdate. A
         member that restarts too often is reported, and barred.
 
-        This opens no round. The caller may, after it has applied the rest of the message: the member may be ready."""
+        This opens no round. The caller may open one after it has applied the rest of the message (which may say that
+        the member is ready)."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
             commands = [ForgetMember(peer), *self._count_out(peer, now_s)]

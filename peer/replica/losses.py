@@ -21,7 +21,8 @@ STALL_S_BEGINNING = 3.0
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum seconds until the group of stage 0 requests a repair: it would run again all that is in the pipeline."""
+"""Minimum seconds until stage 0's own group requests a repair: earlier, it would repeat microbatches still in the
+pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -52,7 +52,7 @@ class MemberCore(ABC):
 
     def __init__(self, group: GroupCore, plan: Plan) -> None:
         self.group = group
-        """Other modules read it; only this core and its subclasses change it."""
+        """Decides on the group's rounds. Other modules may read it; only this core and its subclasses change it."""
         self._plan = plan
         self._remembers = False
         self.is_open = False

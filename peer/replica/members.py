@@ -30,7 +30,7 @@ class Mate:
     count: int = -1
     """The number (`Progress.count`) of the message in which the member named that leader."""
     incarnation: int = -1
-    """The latest known number of the member's starts in this place; -1: none known."""
+    """The highest incarnation (number of its latest start in this group) that the member has reported; -1: none."""
     dropped_s: float | None = None
     """The time at which a plan that we followed dropped the member, if that was recently."""
 
@@ -118,7 +118,7 @@ class MembershipView:
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
     def incarnation_of(self, peer: PeerID) -> int:
-        """Return the latest known incarnation (number of a start) of the peer; -1: none is known."""
+        """Return the highest incarnation (number of a start) that the peer has reported; -1: none."""
         mate = self._known.get(peer)
         return mate.incarnation if mate is not None else -1
 

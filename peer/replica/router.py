@@ -14,7 +14,8 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica is tried again after this multiple of its time, so waiting for it costs 1/20 of all time."""
+"""A far too slow replica gets a trial microbatch after this multiple of its time for one, so trials cost 1/20 of all
+time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
@@ -84,7 +85,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each member's seconds per microbatch, from its grant or, if later, the member's last contribution."""
+    """Measures each member's seconds per microbatch: from the grant or, if later, the member's contribution before."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -127,11 +128,11 @@ class Router:
     """Chooses a ready replica for each microbatch, by the plan's shares and the number of microbatches that each
     replica owes us.
 
-    The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas that are `ALIKE`,
-    the one furthest behind its share. At equal speeds this gives exactly the plan's split. A replica that slows down
-    has more microbatches outstanding and gets fewer at once, long before a new plan. A far slower replica gets almost
-    nothing (`PeerPace`), since the whole step waits for it; a replica long without work is tried. The order of
-    `shares`, which differs between senders (`in_turn`), decides ties."""
+    The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas whose loads differ
+    by less than `ALIKE`, the one furthest behind its share. At equal speeds this gives exactly the plan's split. A
+    replica that slows down has more microbatches outstanding and gets fewer at once, long before a new plan. A far
+    slower replica gets almost nothing (`PeerPace`), since the whole step waits for it; a replica long without work is
+    tried. The order of `shares`, which differs between senders (`in_turn`), decides ties."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)

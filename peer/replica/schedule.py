@@ -293,7 +293,8 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Return the microbatch to its state before the job. The driver has paused us, so it is handed back next."""
+        """Put the microbatch back into its state before the job. The driver has paused us, and will hand the microbatch
+        back."""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
