@@ -161,8 +161,7 @@ class PeerDriver:
         self._stage.follow_soon()
 
     def lose_excluded(self) -> None:
-        """Treat members that the run has excluded as dead, even if they still drain: all peers refuse their
-        messages."""
+        """Treat members that the run has excluded as dead, even if they drain: all peers refuse their messages."""
         plan = self._plans.newest
         for peer in plan.members if plan is not None else ():
             if self._ports.endpoint.members.is_excluded(peer):
@@ -172,8 +171,8 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last one. Each report is returned only once, so the caller must
-        deliver this heartbeat."""
+        """Return a heartbeat with the reports since the last one. The caller must deliver it: no report is returned
+        again."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(

@@ -104,8 +104,8 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if snapshots of this version are due. Every member, even without a disk, then signs its group's
-        layers."""
+        """True if snapshots of this version are due; then every member signs its group's layers, even without a
+        disk."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -139,8 +139,8 @@ class Archive:
 
     def begin_era(self, era: int, group: int = 0) -> bool:
         """Return True if this peer may load the state with which `era` begins, as a member of `group`. The peer may do
-        so once per group and process. It may not if it knows that the era is under way (`note_era`), because the other
-        members have gone on."""
+        so once per group and process. It may not if the era is known to be under way (`note_era`): the others have gone
+        on."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -258,8 +258,7 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of earlier ones. If that fails, the layers are fetched
-        again."""
+        """Store a learner's layers (float32, on the host) for its next process, in place of earlier ones."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)

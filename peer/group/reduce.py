@@ -94,8 +94,8 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> encoded bytes of a finished chunk in few bits: encoding the mean again would round it
-        again."""
+        """First element -> encoded bytes of a finished chunk (formats of few bits: encoding again would round
+        again)."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0

@@ -43,7 +43,8 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> encoded pieces of its reduced gradient, if the round used few bits: an eighth of fp32's bytes."""
+        """Step -> encoded pieces of its reduced gradient, if the round used few bits (an eighth of fp32's bytes to
+        send)."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -122,8 +123,7 @@ class Reductions:
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
-        `last`."""
+        """Drop gradients of steps before `version` that no newcomer replays; the last step's only if `last`."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -233,8 +233,7 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""Seconds for which gradients are kept for a learner that went away: the time to return and bring its layers up to
-date."""
+"""Seconds for which gradients are kept for a learner that went away: its time to return and step its layers."""
 STEPS_MAX: Final = 4
 """The gradients (float32) of at most this many steps are kept for absent learners, as for the next layout's peers."""
 

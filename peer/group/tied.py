@@ -54,8 +54,7 @@ _WAIT_S: Final = 5.0
 """A member refuses a request of the other end (last or first stage) if its own round does not end within this time, so
 that the sender can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
-"""A member of the other end (last or first stage) that is silent for so long is assumed to get the sum from its
-group."""
+"""A member of the other end (last or first stage) that is silent for so long must get the sum from its group."""
 
 
 @dataclass(slots=True)
@@ -147,8 +146,7 @@ class TiedGradient:
     # --- our group ---
 
     def may_begin(self, start: RoundStart) -> bool:
-        """True if we may take part in a round now; otherwise the round is put off, and `begin` is called if it may
-        start later."""
+        """True if we may take part in a round now; otherwise the round is put off, and `begin` may be called later."""
         promise = self._promises.get(start.step)
         if promise is None or promise.attempt == start.attempt:
             return True

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""A layer is dropped, so that fewer must be replayed, if the oldest is this many steps behind its holder, and if, while
-the holder made this many steps or more, we replayed fewer than that for each layer on average."""
+"""The oldest layer is dropped if it is this many steps behind its holder, and gradients have come too slowly to replay
+all layers while the holder made this many steps or more."""
 
 
 @dataclass(slots=True)
@@ -215,8 +215,8 @@ class FetchingAhead:
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
         """Make one step of the layer `key` that its holder has made already. If the holder no longer keeps the
-        gradient, drop all layers at that version. They are fetched again from another holder, unless this happened last
-        time, too."""
+        gradient, drop all layers at that version. Another holder sends them again, unless this happened last time,
+        too."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)
@@ -271,8 +271,7 @@ class FetchingAhead:
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
         """Replay the last steps, and return the layers that have reached `version`, at which the layout of `era` ended.
-        The caller must compare them with the holders' digests. Args: members: the newest plan's members; no other peers
-        are asked."""
+        The caller must check their digests. Args: members: of the newest plan; no other peers are asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}

@@ -140,8 +140,7 @@ class StateServer:
         """Our own fetches; other peers may ask for the ranges that have arrived."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
-        """(requester, range that we are sending it) -> result: True once all of the range was sent, False if that
-        failed."""
+        """(requester, range that we send it) -> result: True once the whole range was sent, False if that failed."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
         """(holder, range) that we are fetching for other peers."""
         self._newcomers: dict[PeerID, float] = {}

@@ -86,8 +86,7 @@ class ActivationStore:
         return loss
 
     def settle(self, microbatch: Microbatch, *, retried: bool) -> bool:
-        """Record that the backward of `microbatch` has ended. Returns: True if our group still lacks the microbatch's
-        gradient."""
+        """Record that the backward of `microbatch` has ended. Returns: True if our group still lacks this gradient."""
         payloads = self.of(microbatch)
         passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:

@@ -31,8 +31,7 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""Fraction of the departure's time for reaching the halt version. After half of it we ask to give up the step under
-way."""
+"""Fraction of the departure's time for the halt. After half of that we ask stage 0 to give up the step under way."""
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
@@ -40,8 +39,8 @@ _SAVE_S: Final = 60.0
 _ANSWER_S: Final = 4.0
 """Seconds for which the answer to a `Save` waits until the version is reached; less than a call's timeout."""
 _PLAN_HEARTBEATS: Final = 2.0
-"""Heartbeat intervals until a plan can name a successor: one for our heartbeat to reach the coordinator, one for the
-votes on the plan."""
+"""Heartbeat intervals until a plan can name a successor: one until our heartbeat has arrived, one for the plan's
+votes."""
 _POLL_S: Final = 0.02
 
 
@@ -58,8 +57,7 @@ class Departure:
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has all our
-        steps."""
+        """A sentence that names the steps lost with us, and why; empty: a disk or another machine has all steps."""
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
@@ -93,8 +91,8 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. If all holders of the layers leave, only the first by rank counts
-        as the last holder."""
+        """True if our layers would be lost with us. If all their holders leave, only the first by rank is the last
+        holder."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
@@ -233,8 +231,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Count a version that we save for `source`. Raises: Refused: `source` has not said that it leaves, or has
-        asked for too many versions."""
+        """Count a version that we save for `source`. Raises: Refused: `source` has not said that it leaves, or asked
+        for too many."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

@@ -266,8 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job. Then call
-        `stepped`."""
+        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job; call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -549,8 +548,8 @@ class GroupMembership(ABC):
     async def _press(self) -> None:
         """Repeat messages that may have been lost, when the group stands still. If a round is under way, send its
         pieces again, since no peer knows which pieces a broken stream has lost; a member that has ended the round
-        answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
-        it could not reach us."""
+        answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them when
+        we were out of reach."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)
@@ -579,8 +578,7 @@ class GroupMembership(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> events.Event | None:
-        """Fetch the reduced gradient of `step` from `mate`, unless a fetch is under way. If we are a learner, fetch
-        weights instead."""
+        """Fetch the reduced gradient of `step` (a learner: weights) from `mate`, unless a fetch is under way."""
         if self._light is not None:
             self._light.behind()
             return self._lagging()

@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """Seconds between the tries to send a gradient. A broken stream often comes back, and until the gradient arrives, the
-microbatch counts as in flight at stage 0, which limits their number."""
+microbatch counts as in flight at stage 0, which limits the number in flight."""
 
 
 class Replica(GroupMembership):
@@ -298,8 +298,8 @@ class Replica(GroupMembership):
 
     def _make_learner(self) -> Learner | None:
         """Return an object that makes us a learner. None: the run is synchronous (each step would wait for the
-        learner's weights), or has tied matrices, or has adapters or experts on other peers (then the state is small
-        beside the weights)."""
+        learner's weights), or has tied matrices, or the state is small beside the weights (adapters, experts on other
+        peers)."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -348,8 +348,7 @@ class Replica(GroupMembership):
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
-        """Number of tokens of each expert, summed over our layers, for heartbeats; empty if stages hold their own
-        experts."""
+        """Number of tokens of each expert, summed over our layers; empty if stages hold their own experts."""
         loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
         return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 

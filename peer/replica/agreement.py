@@ -39,7 +39,7 @@ class Agreement:
     _norms: dict[int, float] = field(default_factory=dict)
     """Version -> norm of the gradient of our step to that version."""
     own: tuple[Digest, ...] = ()
-    """(Digest of our state at the present version,); empty before the first version."""
+    """One element: our digest of the present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
     """Step -> time at which we first saw that we are past that step."""
     next_s: float = math.inf

@@ -160,9 +160,8 @@ QueueCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every other member, or only to the member `to`. `can_wait`: only the leader must get the
-    message at once, the others within seconds. `can_rest`, together with `can_wait`: the leader may wait, too
-    (`telling.py`)."""
+    """Send `message` to every other member, or only to the member `to`. `can_wait`: the leader must get the message at
+    once, the others only within seconds. `can_rest` (with `can_wait`): the leader may wait, too (`telling.py`)."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -217,8 +216,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from
-    `peer`."""
+    """Drop the messages that wait to be sent to `peer`: the peer needs none. `died`: none will come from the peer."""
 
     peer: PeerID
     died: bool = False

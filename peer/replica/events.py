@@ -21,7 +21,8 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the gradient."""
+    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the same
+    gradient."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -71,7 +72,8 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state or, if `learner`, its weights. `remembers`: we can repeat the last step exactly."""
+    """We hold the group's state or, if `learner`, its weights. `remembers`: we can repeat microbatches of the last step
+    exactly."""
 
     remembers: bool
     learner: bool = False
@@ -317,8 +319,7 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the open step is given up,
-    too."""
+    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the open step ends, too."""
 
     source: PeerID
     at_once: bool

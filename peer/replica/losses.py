@@ -21,7 +21,7 @@ STALL_S_BEGINNING = 3.0
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum seconds until stage 0's own group requests a repair: earlier, it would repeat microbatches still in the
+"""Minimum seconds until stage 0's group requests a repair: it would repeat all microbatches that are in the
 pipeline."""
 
 

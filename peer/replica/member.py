@@ -69,8 +69,8 @@ class MemberCore(ABC):
         return self._plan
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
-        nothing."""
+        """Process an event; return commands. Raises: Refused, RemoteError: the event is invalid; nothing has
+        changed."""
         match event:
             case GradientCounted() | Stepped() | MemberSilent():
                 return self._of_the_group(event, now_s)

@@ -158,8 +158,8 @@ class MembershipView:
         self._changed()
 
     def announced(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
-        """Record a member's announcement. Return True if the member is new or newly ready: we must send our
-        progress."""
+        """Record a member's announcement. Return True if we must send our progress: the member is new or newly
+        ready."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)
         mate.is_open, mate.is_ready, mate.is_learner = is_open, ready, ready and learner

@@ -93,8 +93,8 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A leaving member's request that no step begins. The record outlives the halt, until the member has been away, so
-    that it cannot ask for more time."""
+    """A leaving member's request that no step begins. The record stays after the halt, until a plan has dropped the
+    member, so that the member cannot ask for more time."""
 
     ends_s: float
     """The latest time at which the halt ends, with all renewals."""
@@ -159,8 +159,8 @@ class MicrobatchQueue:
         return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
     def handle(self, event: QueueEvent, *, now_s: float) -> list[QueueCommand]:
-        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
-        nothing."""
+        """Process an event; return commands. Raises: Refused, RemoteError: the event is invalid; nothing has
+        changed."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -242,8 +242,7 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Record, from bitmaps, the microbatches of `step` that a member has contributed (`indices`) and was
-        granted."""
+        """Record the microbatches of `step` that a member has contributed (`indices`, a bitmap) and was granted."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -462,8 +461,8 @@ class MicrobatchQueue:
         """Limit the repairs for `source` to a share of all work (`REPAIRED_SHARE`): a peer could ask for needless
         repairs, and only its own stage would notice.
 
-        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, all may
-        run, now and then. Raises: Refused: none may run."""
+        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, now and
+        then all may run. Raises: Refused: none may run."""
         seen = self._reached_s
         step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 10.0
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE

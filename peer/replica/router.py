@@ -14,7 +14,7 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica gets a trial microbatch after this multiple of its time for one, so trials cost 1/20 of all
+"""A far too slow replica is tried again after this multiple of its time for a microbatch: trials take 1/20 of all
 time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
