@@ -111,7 +111,7 @@ class PeerDriver:
     # --- life ---
 
     async def start(self) -> None:
-        """Measure the device, and read the snapshots on the disk. Raises: the device's own error if it is unfit."""
+        """Measure the device, and read the snapshots on the disk. Raises: the device's error if the device is unfit."""
         services = self.services
         await self._layers.archive.open()
         services.own.device = await probe_device(
@@ -119,8 +119,9 @@ class PeerDriver:
         )
 
     async def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Save the layers that no other peer holds, finish our work, and wait until it is committed (`departure.py`).
-        This may take a little longer than `timeout_s` if a disk is slow. Returns: True if all of it was done."""
+        """Save the layers that no other peer holds, finish our work, and wait until our work is committed
+        (`departure.py`). A slow disk may take a little longer than `timeout_s`. Returns: True if all of this was
+        done."""
         self.services.life.is_draining = True
         await self._stage.settle()
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
@@ -171,8 +172,8 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last one. The caller must deliver it: no report is returned
-        again."""
+        """Return a heartbeat with the reports since the last one. The caller must deliver it: commits are reported
+        once."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(

@@ -58,7 +58,8 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two writes, the one that listed the disk first might store its list last."""
+        """Allows one write at a time: of two at once, the one with the older list of snapshots might store its list
+        last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -68,7 +69,7 @@ class Archive:
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
-        """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
+        """The newest era that this process has begun, or knows to be under way, and so cannot begin again."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
         """(era, version): the newest era that this peer has noted as under way, and the version noted with that era."""
@@ -258,7 +259,8 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store a learner's layers (float32, on the host) for its next process, in place of earlier ones."""
+        """Store a learner's layers (float32, on the host) for its next process, in place of earlier ones. If this
+        fails, the next process fetches them again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)

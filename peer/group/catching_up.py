@@ -1,11 +1,11 @@
 """Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
 A member that is behind often only has to wait for pieces that are on their way; the whole gradient in float32 has eight
-times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
-round stands still, the members that are behind may follow a later attempt than the finished one, and wait for pieces
-from each other that never come. Then a member asks all members that owe it pieces. It goes on waiting only if one of
-them answers that the pieces have not left yet (on a slow line pieces stand behind activations for minutes); otherwise
-it fetches the gradient from a member past the step.
+times the bytes of a round in 4 bits. So the member that is behind first asks one member that owes it a piece, and
+believes the answer. If the round stands still, the members that are behind may follow a later attempt than the finished
+one, and wait for pieces from each other that never come. Then a member asks all members that owe it pieces. It goes on
+waiting only if one of them answers that the pieces have not left yet (on a slow line pieces stand behind activations
+for minutes); otherwise it fetches the gradient from a member past the step.
 """
 
 import asyncio
@@ -131,8 +131,8 @@ class CatchingUp:
         return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Fetch the reduced gradient of `step` from `mate`. Keep the gradient if a part of our state still lacks it on
-        arrival, and commit it if `step` is our version.
+        """Fetch the reduced gradient of `step` from `mate`. Keep the gradient if a part of our state still lacks it
+        when it arrives; step with it if `step` is our version.
 
         Raises: Unreachable; Refused: `mate` no longer has the gradient.
         """

@@ -1,7 +1,7 @@
 """Fetches the layers that this peer needs for the next layout while it still trains in the present one.
 
 This begins with a plan that names the next layout (`Plan.next_layout`) and no version at which the present one ends.
-Each layer is fetched from a peer that trains it, at that peer's version. Then the layer is *replayed*: it makes the
+Each layer is fetched, at its present version, from a peer that trains it. Then the layer is *replayed*: it makes the
 same steps as that peer's group. For each step only the layer's part of the reduced gradient is fetched: a third of the
 layer's state, or a sixth as bf16. So when the layout ends, only the last step's gradient is missing. If gradients come
 faster than the line can carry them, fewer layers are replayed, and the others are fetched whole at the end. `Joining`
@@ -105,7 +105,7 @@ class FetchingAhead:
 
     @property
     def unfetched_bytes(self) -> int:
-        """The number of bytes that have yet to be fetched; heartbeats report it."""
+        """The number of bytes that have yet to be fetched, for heartbeats."""
         ready = self._preparing
         if ready is None:
             return 0
@@ -214,9 +214,8 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
-        """Make one step of the layer `key` that its holder has made already. If the holder no longer keeps the
-        gradient, drop all layers at that version. Another holder sends them again, unless this happened last time,
-        too."""
+        """Make the next step of the layer `key`, which the holder has made already. If the holder no longer keeps the
+        gradient, drop all layers at that version. Another holder sends them again, except after two such drops."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)

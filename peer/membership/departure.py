@@ -35,12 +35,11 @@ _HALT_SHARE: Final = 0.6
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
-"""Seconds that the write to our own disk may take even beyond our time limit: it is the purpose of the departure."""
+"""Seconds that the write to our own disk may take, even beyond our time limit: without it our layers may be lost."""
 _ANSWER_S: Final = 4.0
 """Seconds for which the answer to a `Save` waits until the version is reached; less than a call's timeout."""
 _PLAN_HEARTBEATS: Final = 2.0
-"""Heartbeat intervals until a plan can name a successor: one until our heartbeat has arrived, one for the plan's
-votes."""
+"""Heartbeat intervals until a plan can name a successor: one for our next heartbeat, one for the votes on the plan."""
 _POLL_S: Final = 0.02
 
 
@@ -91,8 +90,7 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. If all their holders leave, only the first by rank is the last
-        holder."""
+        """True if our layers would be lost with us. If all of their holders leave, only the first by rank is last."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
@@ -120,7 +118,7 @@ class Departure:
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
 
     async def _until(self, is_so: Callable[[], bool], until_s: float) -> bool:
-        """Wait until `is_so()` is true, at most until `until_s`. Returns: True if it became true."""
+        """Wait until `is_so()` is true, at most until `until_s`. Returns: True if it was true in time."""
         while not is_so():
             if self._clock.now_s() >= until_s:
                 return False
@@ -192,7 +190,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Return our state; during a step, the state after it. None: the step does not end in time."""
+        """Return our state; during a step, the state after that step. None: the step does not end in time."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 
@@ -231,8 +229,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Count a version that we save for `source`. Raises: Refused: `source` has not said that it leaves, or asked
-        for too many."""
+        """Count a version that we save for `source`. Raises: Refused: `source` is not leaving, or has asked for too
+        many."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

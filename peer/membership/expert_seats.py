@@ -1,8 +1,7 @@
 """The experts that one peer holds. For each expert the peer is a member of a group, the expert's holders. These
 memberships begin, are renewed, drain and end as plans say.
 
-Unlike a replica's drain, an expert's drain delays no other membership: it takes a microbatch or two, and meanwhile
-other memberships begin and go on.
+An expert's drain takes a microbatch or two. Unlike a replica's drain, it delays no other membership.
 """
 
 import asyncio
@@ -243,7 +242,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Apply again the last presence update of each peer that `plan` has moved: it may have come before `plan`."""
+        """Apply again the last presence update of each peer that `plan` has moved: the update may be older."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

@@ -315,7 +315,7 @@ class GroupMembership(ABC):
         self.handle(events.PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
-        """Remove a peer that a plan has dropped although it had not announced that it leaves."""
+        """Remove a peer that a plan has dropped although the peer had not announced that it leaves."""
         self.witnesses.mate_lost(peer)
         self.handle(events.PeerDied(peer))
 
@@ -533,7 +533,7 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step to `state` for peers that replay the step for the next layout."""
+        """Keep the reduced gradient of the step that made `state`, for peers that replay it for the next layout."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -548,8 +548,8 @@ class GroupMembership(ABC):
     async def _press(self) -> None:
         """Repeat messages that may have been lost, when the group stands still. If a round is under way, send its
         pieces again, since no peer knows which pieces a broken stream has lost; a member that has ended the round
-        answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them when
-        we were out of reach."""
+        answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
+        we were silent."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)

@@ -6,7 +6,7 @@ A microbatch goes through this file as follows; each arrow is a decision of the 
     backward  _on_gradient -> _run (backward) -> _send_gradient        one `_run` does forward and backward
 
 `peer/membership/group_membership.py` turns the gradients into a step; `pipeline/stage.py` computes. If experts are on
-other peers, `_run` sends tokens to them at each layer (`peer/experts/dispatch.py`).
+other peers, `_run` sends tokens to these peers at each layer (`peer/experts/dispatch.py`).
 """
 
 import asyncio
@@ -298,8 +298,8 @@ class Replica(GroupMembership):
 
     def _make_learner(self) -> Learner | None:
         """Return an object that makes us a learner. None: the run is synchronous (each step would wait for the
-        learner's weights), or has tied matrices, or the state is small beside the weights (adapters, experts on other
-        peers)."""
+        learner's weights), or has tied matrices, or adapters or experts on other peers, whose state is small beside the
+        weights."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None

@@ -17,7 +17,7 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""A round's digests are compared without a member that is more than this many versions behind: its device is slow."""
+"""A round's digests are compared without waiting for a member that is more than this many versions behind."""
 MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""
@@ -108,7 +108,7 @@ class Agreement:
     ) -> list[RoundStart]:
         """Return the rounds up to `version` to compare now: in them each member has sent a digest, is gone, or is late.
 
-        A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
+        A digest of a later version counts, too: the sender has skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.
         """
         settled, self.next_s = [], math.inf

@@ -109,7 +109,7 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class DropClaim:
-    """Drop our open request for microbatches: its answer is no longer useful."""
+    """Drop our open request for microbatches: an answer would no longer be useful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports that."""
+    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports the grant."""
 
     peer: PeerID
     microbatch: Microbatch

@@ -21,7 +21,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the same
+    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may also have its
     gradient."""
 
     microbatch: Microbatch
@@ -122,8 +122,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: its
-    time in queues of later stages. `commit_s`: longest commit of a later stage."""
+    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: the
+    microbatch's time in queues of later stages. `commit_s`: longest commit of a later stage."""
 
     microbatch: Microbatch
     source: PeerID
@@ -196,8 +196,8 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or accepts no microbatches and will not return the gradients that it owes. If it has
-    begun anew as the incarnation `successor`, activations that this incarnation has already sent are not lost."""
+    """`peer` died, left the plan, or accepts no microbatches and will not return the gradients that it owes. If `peer`
+    has begun anew as incarnation `successor`, activations that this incarnation has already sent are not lost."""
 
     peer: PeerID
     successor: int | None = None
@@ -213,8 +213,8 @@ class HandedBack:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The leader's choices. `steps_ahead`: steps ahead of the version; -1: not chosen yet. `gain`: microbatches in
-    flight, divided by the number that the pipeline holds without queues."""
+    """The leader's choices. `steps_ahead`: how many steps ahead of the version microbatches may begin; -1: not chosen
+    yet. `gain`: microbatches in flight, divided by the number that the pipeline holds without queues."""
 
     steps_ahead: int
     gain: float
@@ -361,8 +361,8 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class GradientCounted:
-    """Our gradient of `microbatch` is in the sum of its step; or, if `held_out`, kept apart from the sum because it may
-    be counted elsewhere, too. `more_follows`: more microbatches of the step are here, so no round can begin yet."""
+    """Our gradient of `microbatch` is in the sum of its step; or, if `held_out`, kept apart from the sum: another
+    member may count it, too. `more_follows`: more microbatches of the step are here, so no round can begin yet."""
 
     microbatch: Microbatch
     loss: float

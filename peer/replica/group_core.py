@@ -3,9 +3,9 @@
 Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step, every
 member tells the others which microbatches it has accumulated (`Progress`). When the union is the whole step, the
 *leader* (the first ready and open member by rank that holds the state) opens a round: it names the members and what
-each contributes (`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state.
-Because membership is per round, replicas come and go without agreeing on a step at which a plan takes effect, and an
-average never counts a member that did not contribute to it.
+each contributes (`RoundStart`). Members reduce exactly these contributions, step, and tell each other the digest of the
+new state. Because membership is per round, replicas come and go without agreeing on a step at which a plan takes
+effect, and an average never counts a member that did not contribute to it.
 
 The leader changes with readiness and with plans, and two leaders at once would grant one microbatch twice or open two
 rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready, and the latest
@@ -378,8 +378,7 @@ class GroupCore(GroupView):
 
     def _press(self) -> list[CommitCommand]:
         """Repeat messages that a member may have dropped when it counted a peer as lost. The leader repeats its round,
-        because members may have followed the lost peer's round. Others repeat their progress, which also names the
-        leader."""
+        as members may have followed the lost peer's. Others repeat their progress, which names the leader."""
         if self.leader not in (None, self.me):
             return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)

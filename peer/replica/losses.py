@@ -15,13 +15,13 @@ STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
 """Seconds from a member's death to the first repair request: its last contributions may be unreported. The time is
-short because a request costs one call: stage 0 does not run again what has not come back to it yet."""
+short because a request costs one call: stage 0 repeats no microbatch that is still on its way back."""
 STALL_S_BEGINNING = 3.0
 """Seconds until the first repair request when a generation (the training since a restore point) begins, or we enter it.
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum seconds until stage 0's group requests a repair: it would repeat all microbatches that are in the
+"""Minimum seconds until stage 0's group requests a repair: most microbatches that it lacks are still in the
 pipeline."""
 
 

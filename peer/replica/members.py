@@ -111,7 +111,7 @@ class MembershipView:
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
-        """True if nothing more will come from the peer: it died, has left, or is unreachable and not ready."""
+        """True if we expect nothing more from the peer: it died, has left, or is unreachable and not ready."""
         if self.is_ready(peer) or peer == self.me:
             return False
         mate = self._known.get(peer)

@@ -14,8 +14,7 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica is tried again after this multiple of its time for a microbatch: trials take 1/20 of all
-time."""
+"""A far too slow replica is tried again after this multiple of its time for a microbatch: trials cost 1/20 of it."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
@@ -46,7 +45,8 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time: its average, and the wait for a new trial, at least double."""
+        """Record that the peer has not answered in time. This at least doubles its average, and the wait for a new
+        trial."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -131,8 +131,8 @@ class Router:
     The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas whose loads differ
     by less than `ALIKE`, the one furthest behind its share. At equal speeds this gives exactly the plan's split. A
     replica that slows down has more microbatches outstanding and gets fewer at once, long before a new plan. A far
-    slower replica gets almost nothing (`PeerPace`), since the whole step waits for it; a replica long without work is
-    tried. The order of `shares`, which differs between senders (`in_turn`), decides ties."""
+    slower replica gets almost nothing (`PeerPace`), since the whole step waits for it; a replica that has had no work
+    for long is tried. The order of `shares`, which differs between senders (`in_turn`), decides ties."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)

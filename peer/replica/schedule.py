@@ -79,8 +79,7 @@ class Flight:
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The next stage's peer that owes us the gradient; None before the activation is sent, and once the gradient is
-    back."""
+    """The next stage's peer that owes us the gradient; None before we send the activation, and once it is back."""
     doubted: PeerID | None = None
     """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
     handed_back: bool = False
@@ -293,7 +292,7 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Put the microbatch back into its state before the job. (The driver has paused us, so it is then returned.)"""
+        """Put the microbatch back into its state before the job. (We are paused now, and hand it back next.)"""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -364,7 +363,7 @@ class Schedule:
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
         """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
-        `successor` sent us. Activations that the successor sent before this event stay, as each is sent only once."""
+        `successor` sent us. Activations that the successor itself has sent already stay, as each is sent only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

@@ -15,7 +15,7 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(kw_only=True, slots=True)
 class WorkQueue:
-    """Grants each training microbatch of each step once, in order, and validation once its version is reached.
+    """Grants each training microbatch of each step once, in order, and validates a version once we have reached it.
 
     Args:
         steps: number of the run's steps; step `steps` itself has only validation.
