@@ -172,8 +172,8 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last one. The caller must deliver it: commits are reported
-        once."""
+        """Return a heartbeat with the reports since the last one. The caller must deliver it: a heartbeat later does
+        not repeat reports of commits."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(

@@ -58,8 +58,8 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two at once, the one with the older list of snapshots might store its list
-        last."""
+        """Allows one write at a time: of two writes at once, the one with the older list of snapshots might store its
+        list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -140,8 +140,8 @@ class Archive:
 
     def begin_era(self, era: int, group: int = 0) -> bool:
         """Return True if this peer may load the state with which `era` begins, as a member of `group`. The peer may do
-        so once per group and process. It may not if the era is known to be under way (`note_era`): the others have gone
-        on."""
+        so once per group and process. It may not if the era is known to be under way (`note_era`), as the other members
+        have gone on."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True

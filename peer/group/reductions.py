@@ -93,7 +93,8 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it; None: we fetched it; pieces: its encoded bytes."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: we fetched it; pieces: the encoded
+        gradient."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -188,7 +189,7 @@ class Early:
 
 
 PRESS_S = 5.0
-"""Seconds without a new piece after which we assume that one of the round is lost, or waits behind activations."""
+"""Seconds without a new piece after which we assume that a piece was lost, or waits behind activations."""
 BELIEVED_S = 120.0
 """Seconds after the last piece for which we believe members that say that their pieces have not left: they may lie."""
 

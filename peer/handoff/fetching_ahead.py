@@ -215,7 +215,8 @@ class FetchingAhead:
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
         """Make the next step of the layer `key`, which the holder has made already. If the holder no longer keeps the
-        gradient, drop all layers at that version. Another holder sends them again, except after two such drops."""
+        gradient, drop all layers at that version. They are fetched again from another holder, except after two such
+        drops in a row."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)

@@ -76,7 +76,8 @@ class _Pin:
         self.num_sending = 0
         """Number of ranges being sent. On a busy line a range may take longer than `PINNED_S`."""
         self.is_asked_for = False
-        """Another peer has asked for this version, so the limits count this version. They ignore our own requests."""
+        """Another peer has asked for this version, so that it counts against the limits. Our own requests do not
+        count."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
         """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""

@@ -90,7 +90,7 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. If all of their holders leave, only the first by rank is last."""
+        """True if our layers would be lost with us. If all holders leave, this is true only for the first by rank."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False

@@ -242,7 +242,8 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Apply again the last presence update of each peer that `plan` has moved: the update may be older."""
+        """Apply again the last presence update of each peer that `plan` has moved: the update may be older than
+        `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

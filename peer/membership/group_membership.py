@@ -533,7 +533,8 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step that made `state`, for peers that replay it for the next layout."""
+        """Keep the reduced gradient of the step that made `state`, for peers that replay this step for the next
+        layout."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return

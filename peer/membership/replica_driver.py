@@ -298,8 +298,8 @@ class Replica(GroupMembership):
 
     def _make_learner(self) -> Learner | None:
         """Return an object that makes us a learner. None: the run is synchronous (each step would wait for the
-        learner's weights), or has tied matrices, or adapters or experts on other peers, whose state is small beside the
-        weights."""
+        learner's weights), or has tied matrices, or has adapters or experts on other peers (then the state is small
+        beside the weights)."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None

@@ -378,7 +378,8 @@ class GroupCore(GroupView):
 
     def _press(self) -> list[CommitCommand]:
         """Repeat messages that a member may have dropped when it counted a peer as lost. The leader repeats its round,
-        as members may have followed the lost peer's. Others repeat their progress, which names the leader."""
+        as members may have followed the lost peer's round. The others repeat their progress, which also names the
+        leader."""
         if self.leader not in (None, self.me):
             return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)

@@ -23,8 +23,8 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
-    """The time in which one job, or a part of it, had the device, by this peer's clock. `F(3, 1)`: forward of (3,
-    1)."""
+    """The time in which one job, or a part of one, had the device, by this peer's clock. `F(3, 1)`: forward of
+    microbatch (3, 1)."""
 
     job: Job
     started_s: float

@@ -14,7 +14,8 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica is tried again after this multiple of its time for a microbatch: trials cost 1/20 of it."""
+"""A far too slow replica is tried again after this multiple of its time for a microbatch, so that waiting for trials
+costs 1/20 of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish

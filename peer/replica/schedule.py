@@ -79,7 +79,8 @@ class Flight:
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The next stage's peer that owes us the gradient; None before we send the activation, and once it is back."""
+    """The next stage's peer that owes us the gradient; None before the activation is sent, and once the gradient is
+    back."""
     doubted: PeerID | None = None
     """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
     handed_back: bool = False
@@ -292,7 +293,8 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Put the microbatch back into its state before the job. (We are paused now, and hand it back next.)"""
+        """Put the microbatch back into its state before the job. (The driver has paused us, so that the microbatch goes
+        back to its sender next.)"""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"

@@ -15,7 +15,8 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(kw_only=True, slots=True)
 class WorkQueue:
-    """Grants each training microbatch of each step once, in order, and validates a version once we have reached it.
+    """Grants each training microbatch of each step once, in order, and those that validate a version once it is
+    reached.
 
     Args:
         steps: number of the run's steps; step `steps` itself has only validation.
