@@ -119,9 +119,8 @@ class PeerDriver:
         )
 
     async def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Save the layers that no other peer holds, finish our work, and wait until our work is committed
-        (`departure.py`). A slow disk may take a little longer than `timeout_s`. Returns: True if all of this was
-        done."""
+        """Save the layers that no other peer holds, finish our work, and wait for its commit (`departure.py`). This may
+        take a little longer than `timeout_s` if a disk is slow. Returns: True if all of this was done."""
         self.services.life.is_draining = True
         await self._stage.settle()
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
@@ -172,8 +171,8 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last one. The caller must deliver it: a heartbeat later does
-        not repeat reports of commits."""
+        """Return a heartbeat with the reports since the last one. The caller must deliver it, since later heartbeats do
+        not repeat its reports of commits."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(

@@ -66,9 +66,9 @@ class CatchingUp:
 
     Args:
         kept: the reduced gradients that this replica keeps.
-        wanted_from: returns the first step whose reduced gradient a part of our state still lacks.
+        wanted_from: returns the first step of which a part of our state still lacks the reduced gradient.
         on_mean: called with (step, whole gradient, its pieces as they travelled) for a step that we have not made.
-        on_behind: called with a member whose state we must fetch, since it no longer has the gradient that we need.
+        on_behind: called with a member from which we must fetch the state: it no longer has the gradient that we need.
     """
 
     def __init__(

@@ -240,8 +240,8 @@ STEPS_MAX: Final = 4
 class AbsentLight:
     """Decides how long one member keeps reduced gradients for learners that went away and may come back. Pure.
 
-    A learner (a member with weights but not yet the whole state) that comes back still has the layers whose state it
-    had fetched, at the version at which it left. If it gets the reduced gradients of the steps since then, it need not
+    A learner (a member with weights but not yet the whole state) that comes back still has the layers that it had
+    fetched, at the version at which it left. If it gets the reduced gradients of the steps since then, it need not
     fetch those layers again.
     """
 

@@ -229,8 +229,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Count a version that we save for `source`. Raises: Refused: `source` is not leaving, or has asked for too
-        many."""
+        """Count a version that we save for `source`. Raises: Refused: `source` stays, or has asked for too many
+        versions."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

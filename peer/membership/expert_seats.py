@@ -29,8 +29,8 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertMembership(GroupMembership):
-    """Our membership in group `group_id` of `plan`. The group holds the expert with one index in every layer of a
-    stage: our replica's stage, or another one."""
+    """Our membership in group `group_id` of `plan`. The group holds expert j, with one j, of every layer of a stage
+    (our replica's stage, or another one)."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -242,8 +242,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Apply again the last presence update of each peer that `plan` has moved: the update may be older than
-        `plan`."""
+        """Apply again the presence updates of peers that `plan` has moved, as they may be older than `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

@@ -550,7 +550,7 @@ class GroupMembership(ABC):
         """Repeat messages that may have been lost, when the group stands still. If a round is under way, send its
         pieces again, since no peer knows which pieces a broken stream has lost; a member that has ended the round
         answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
-        we were silent."""
+        it could not reach us."""
         group, version = self.core.group, -1
         while True:
             await asyncio.sleep(PRESS_S)

@@ -12,8 +12,8 @@ any more; and no holder has to keep a version of the whole state for a fetch tha
 here, and match the digests that most holders have signed, the learner is a full member from the next commit on. If
 weights and rounds fill the learner's line, it stays a learner; its log says how many layers it has.
 
-A learner computes only with weights whose digest most holders name, and takes over only a state that most holders have
-signed. So a minority of lying holders cannot make it train with wrong weights.
+A learner computes only with weights of the digest that most holders name, and takes over only a state that most holders
+have signed. So a minority of lying holders cannot make it train with wrong weights.
 """
 
 import asyncio

@@ -152,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are on other peers. While the job waits for answers, the device does other jobs."""
+        """Run a job that needs experts on other peers. While the job waits for answers, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:

@@ -3,7 +3,7 @@
 Each member sends the others the digest of every version that it reaches. Once all members of a round have sent their
 digests, the most frequent digest is the group's. A member with another digest fetches the state; the first member by
 rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report, and
-send the copy if the reporter dies first.
+send it if the reporter dies first, so that no commit is missing.
 """
 
 import math
@@ -17,7 +17,8 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""A round's digests are compared without waiting for a member that is more than this many versions behind."""
+"""A round's digests are compared without a member that is more than this many versions behind, as its device is
+slow."""
 MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""

@@ -21,8 +21,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may also have its
-    gradient."""
+    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have done so, too."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -81,7 +80,7 @@ class JoinedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """`lags`: we are a learner whose weights have become too old for every microbatch, so microbatches without a
+    """`lags`: we are a learner, and our weights have become too old for every microbatch, so microbatches without a
     forward go back to their senders. False: our weights are new enough again."""
 
     lags: bool
@@ -319,7 +318,8 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the open step ends, too."""
+    """`source`, a stage's last holder, leaves and asks that no step begins; `at_once`: and that the open step is given
+    up."""
 
     source: PeerID
     at_once: bool

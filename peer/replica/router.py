@@ -129,11 +129,11 @@ class Router:
     """Chooses a ready replica for each microbatch, by the plan's shares and the number of microbatches that each
     replica owes us.
 
-    The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas whose loads differ
-    by less than `ALIKE`, the one furthest behind its share. At equal speeds this gives exactly the plan's split. A
-    replica that slows down has more microbatches outstanding and gets fewer at once, long before a new plan. A far
-    slower replica gets almost nothing (`PeerPace`), since the whole step waits for it; a replica that has had no work
-    for long is tried. The order of `shares`, which differs between senders (`in_turn`), decides ties."""
+    The replica with the least `(outstanding + 1) / share` gets the next microbatch; if several replicas are within
+    `ALIKE` of the least, the one furthest behind its share gets it. At equal speeds this gives exactly the plan's
+    split. A replica that slows down has more microbatches outstanding and gets fewer at once, long before a new plan. A
+    far slower replica gets almost nothing (`PeerPace`), since the whole step waits for it; a replica that has had no
+    work for long is tried. The order of `shares`, which differs between senders (`in_turn`), decides ties."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)

@@ -54,7 +54,7 @@ class WorkQueue:
 
     def validate_again(self, known: Collection[int]) -> None:
         """Grant the validation of the run's last version again: a member with a part of that work may have died, and no
-        later version will be validated. Args: known: numbers of the validation microbatches whose losses are known."""
+        later version will be validated. Args: known: numbers of the validation microbatches with a known loss."""
         if self.validation_interval > 0 and self.version == self.steps:
             lost = (j for j in range(self.validation_microbatches) if j not in known)
             self._validation = [Microbatch(self.steps, -1 - j) for j in lost]
