@@ -93,7 +93,7 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """Fetches one peer's layers for the next layout ahead, and holds them until the present layout ends."""
+    """Fetches the layers that one peer needs for the next layout, and holds them until the present layout ends."""
 
     def __init__(
         self, ports: Ports, *, inbox: ChunkInbox, arithmetic: Arithmetic, spec: RunSpec, failures: Failures
@@ -105,7 +105,7 @@ class FetchingAhead:
 
     @property
     def unfetched_bytes(self) -> int:
-        """The number of bytes that have yet to be fetched, for heartbeats."""
+        """Bytes of layers that have yet to be fetched ahead; heartbeats report this number."""
         ready = self._preparing
         if ready is None:
             return 0

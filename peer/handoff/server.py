@@ -91,8 +91,8 @@ class _Pin:
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Keep the layers for `PINNED_S` from now, because a peer asked for them, but for `PINNED_S_MAX` in all at
-        most. Weights that learners follow are kept for `PINNED_S_MAX` from now."""
+        """Keep the layers for `PINNED_S` from now, because a peer asked for them, but no longer than `PINNED_S_MAX` in
+        all. Weights that learners follow are kept for `PINNED_S_MAX` from now."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
@@ -358,7 +358,7 @@ class StateServer:
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer the layer that `source` fetches ahead now, and forget the layer that it fetched before."""
+        """Offer the layer that `source` fetches ahead now, and forget the layer that `source` fetched before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")

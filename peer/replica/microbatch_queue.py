@@ -11,7 +11,7 @@ brings back a member that has come to compute more than its share. The network o
 than the plan assumes, and the whole group waits for its part of the reduction. A claimant that has had its full share
 of a step may hold, at any time, no more than its share of the microbatches that are not granted yet. Beyond that it
 goes on with the next step. Members that take no traffic have no share. If a claim has waited for `PATIENCE_S` while
-microbatches could be granted, its claimant gets its share of them, however many it has had: the members for which they
+microbatches could be granted, the claimant gets its share of them, however many it has had: the members for which they
 are reserved may have gone unnoticed.
 
 Work lost with a replica of any stage runs again: the leader divides it among the open members and asks each to run its
@@ -438,7 +438,7 @@ class MicrobatchQueue:
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[QueueCommand]:
-        """Run a microbatch ourselves that a member hands back because that member pauses or lags."""
+        """Run a microbatch ourselves that a member hands back because it pauses or lags."""
         if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)
@@ -479,7 +479,8 @@ class MicrobatchQueue:
         return may_run
 
     def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
-        """Divide microbatches lost with a replica among all open members: the leader alone would take too long."""
+        """Divide among all open members the microbatches that were lost with a replica: one member would take too
+        long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[QueueCommand] = []
