@@ -35,7 +35,7 @@ from shoal.protocol.spec import RunSpec
 
 
 class PeerDriver:
-    """One peer of one run. The peer sends nothing until a plan is in force.
+    """One peer of one run. The peer sends nothing before `obey` has given it a plan.
 
     Args:
         arithmetic: the peer's computations on tensors; without the run's text the peer is never at stage 0.

@@ -122,7 +122,8 @@ class Reductions:
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays; the last step's only if `last`."""
+        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
+        `last`."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}

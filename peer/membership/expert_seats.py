@@ -29,8 +29,8 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertMembership(GroupMembership):
-    """Our membership in group `group_id` of `plan`. The group holds expert j, with one j, of every layer of a stage
-    (our replica's stage, or another one)."""
+    """Our membership in group `group_id` of `plan`. The group holds one expert of every layer of a stage (the same
+    number in each layer); our replica may be in another stage."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]

@@ -37,7 +37,7 @@ class Losses:
 
     microbatches: int
     is_first: bool = False
-    """Our stage is stage 0, which would run again missing microbatches that are mostly still in the pipeline."""
+    """Our stage is stage 0: most microbatches that it lacks are still in the pipeline, so it asks late for repairs."""
     begins_at: int = 0
     """The restore point's version. Stage 0's leader makes all grants of the step there, so it knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)

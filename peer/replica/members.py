@@ -107,7 +107,7 @@ class MembershipView:
 
     @property
     def overstays_at_s(self) -> float:
-        """The time at which the first draining member must be gone; there must be a draining member."""
+        """The time at which the first draining member must be gone. Call this only if a member drains."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:

@@ -143,7 +143,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Follow a new plan's shares. Restart the counts of given microbatches; keep the counts of outstanding ones."""
+        """Follow a new plan's shares. Count given microbatches from 0 again; keep the counts of outstanding ones."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]

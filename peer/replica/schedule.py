@@ -365,7 +365,7 @@ class Schedule:
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
         """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
-        `successor` sent us. Activations that the successor itself has sent already stay, as each is sent only once."""
+        `successor` sent us. Keep the activations that the successor itself has sent, as each is sent only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):
