@@ -175,7 +175,7 @@ class Archive:
         return self._noted[1] if era == self._noted[0] else 0
 
     async def write(self, state: StageState, *, era: int) -> bool:
-        """Write a snapshot. Returns: False if it could not be written: that is logged, and training goes on."""
+        """Write a snapshot. Returns: False if this failed: the failure is logged, and training goes on."""
         if not self.keeps:
             return False
 
@@ -394,7 +394,7 @@ class Archive:
 
 
 def _name(keys: Iterable[str]) -> str:
-    """Return the folder's name for snapshots of these layers, which is the same on all peers."""
+    """Return the name, equal on all peers, of the folder for snapshots of these layers."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"
 

@@ -54,7 +54,8 @@ _WAIT_S: Final = 5.0
 """Seconds for which a request of the other end (last or first stage) waits for our own round to end. Then we refuse it,
 so that the requester can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
-"""After this silence we assume that a member of the other end (last or first stage) gets the sum from its group."""
+"""Seconds of silence after which we assume that a member of the other end (last or first stage) gets the sum from its
+group."""
 
 
 @dataclass(slots=True)

@@ -31,8 +31,8 @@ class Losses:
 
     Known losses: the microbatches that a dead member had contributed or (at stage 0) had been granted. Suspected
     losses: all missing microbatches, if no contribution has arrived for several step times, since a frame may be lost
-    unnoticed. A request for too many costs only time: a stage that already has a gradient computes it again and does
-    not add it.
+    unnoticed. A request for too many microbatches costs only time: a stage that already has a gradient computes it
+    again and does not add it.
     """
 
     microbatches: int

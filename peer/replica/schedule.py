@@ -22,9 +22,9 @@ Microbatches that still arrive go back at once. Commits go on: the group waits f
 
 At stage 0 a forward also needs room in the window and, if its step is later than the version, permission of `Control`.
 
-A microbatch is accepted only from a replica of the stage before, by recent plans, and its gradient only from the
-replica to which we sent the microbatch. The driver asks the core before it keeps a tensor (`takes_from`, `awaits`), so
-it keeps no tensor of a sender that the core ignores.
+A microbatch is accepted only from a replica that a recent plan names in the stage before, and its gradient only from
+the replica to which we sent the microbatch. The driver asks the core before it keeps a tensor (`takes_from`, `awaits`),
+so it keeps no tensor of a sender that the core ignores.
 """
 
 import math

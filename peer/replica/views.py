@@ -97,7 +97,7 @@ class GroupView(MembershipView):
 
     @property
     def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of rounds that have not been compared by digests yet."""
+        """The other members of the rounds after which we have not yet compared digests."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
 

@@ -21,7 +21,7 @@ class WorkQueue:
     Args:
         steps: number of the run's steps; step `steps` itself has only validation.
         microbatches: M, number per step.
-        s_max: how many steps ahead of the version may be granted at most.
+        s_max: microbatches are granted of steps that are at most this far ahead of the version.
         synchronous_steps: number of first steps that are never granted ahead.
         validation_interval: steps between validations; 0: never.
     """
