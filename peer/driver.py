@@ -35,11 +35,11 @@ from shoal.protocol.spec import RunSpec
 
 
 class PeerDriver:
-    """One peer of one run. It sends nothing before it obeys a plan.
+    """One peer of one run. The peer sends nothing before `obey` has given it a plan.
 
     Args:
         arithmetic: the peer's computations on tensors; without the run's text the peer is never at stage 0.
-        traffic: the policy for sending to the next stage; None: the default, by measurements.
+        traffic: makes the policy for sending microbatches to the next stage; None: the default, by measurements.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class PeerDriver:
     # --- life ---
 
     async def start(self) -> None:
-        """Measure the device, and read the snapshots on the disk. Raises: the device's own error if it is unfit."""
+        """Measure the device, and read the snapshots on the disk. Raises: the device's error if the device is unfit."""
         services = self.services
         await self._layers.archive.open()
         services.own.device = await probe_device(
@@ -119,8 +119,8 @@ class PeerDriver:
         )
 
     async def drain(self, timeout_s: float = DRAIN_S) -> bool:
-        """Save the layers that no other peer holds, finish our work, and wait until it is committed (`departure.py`).
-        This may take a little longer than `timeout_s` if a disk is slow. Returns: True if all of it was done."""
+        """Save the layers that no other peer holds, finish our work, and wait for its commit (`departure.py`). This may
+        take a little longer than `timeout_s` if a disk is slow. Returns: True if all of this was done."""
         self.services.life.is_draining = True
         await self._stage.settle()
         self.pausing.resume()  # a drain finishes what is in flight, which a pause would hold up
@@ -161,7 +161,7 @@ class PeerDriver:
         self._stage.follow_soon()
 
     def lose_excluded(self) -> None:
-        """Treat members that the run has excluded as dead, even if they drain: no peer takes their messages."""
+        """Treat members that the run has excluded as dead, even if they drain: all peers refuse their messages."""
         plan = self._plans.newest
         for peer in plan.members if plan is not None else ():
             if self._ports.endpoint.members.is_excluded(peer):
@@ -171,7 +171,8 @@ class PeerDriver:
         return self.services.own.advert()
 
     def heartbeat(self) -> Heartbeat:
-        """Return a heartbeat with the reports since the last heartbeat. The caller must make sure that it arrives."""
+        """Return a heartbeat with the reports since the last one. The caller must deliver it, since later heartbeats do
+        not repeat its reports of commits."""
         endpoint, signed, layers, replica = self._ports.endpoint, self._plans.signed, self._layers, self.replica
         window = replica.core.pipeline.window if replica else None
         return Heartbeat(

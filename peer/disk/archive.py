@@ -58,7 +58,8 @@ class Archive:
         self._clock = clock
         self._run_blocking = run_blocking
         self._writing = asyncio.Lock()
-        """Allows one write at a time: of two writes, the one that listed the disk first might store its list last."""
+        """Allows one write at a time: of two writes at once, the one with the older list of snapshots might store its
+        list last."""
         self._stored: dict[PurePosixPath, snapshot.StoredSnapshot] = {}
         self._damaged: set[PurePosixPath] = set()
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
@@ -68,7 +69,7 @@ class Archive:
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
-        """The newest era that this process has begun, or knows to be under way. It cannot be begun a second time."""
+        """The newest era that this process has begun, or knows to be under way, and so cannot begin again."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
         """(era, version): the newest era that this peer has noted as under way, and the version noted with that era."""
@@ -104,7 +105,8 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if snapshots of this version are written, and so every member signs its group's layers at it."""
+        """True if snapshots of this version are due; then every member signs its group's layers, even without a
+        disk."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -138,8 +140,8 @@ class Archive:
 
     def begin_era(self, era: int, group: int = 0) -> bool:
         """Return True if this peer may load the state with which `era` begins, as a member of `group`. The peer may do
-        so once per group and process. It may not if it knows that the era is under way (`note_era`), because the other
-        members have gone on."""
+        so once per group and process. It may not if the era is known to be under way (`note_era`), as the other members
+        have gone on."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
             return True
@@ -173,7 +175,7 @@ class Archive:
         return self._noted[1] if era == self._noted[0] else 0
 
     async def write(self, state: StageState, *, era: int) -> bool:
-        """Write a snapshot. Returns: False if it could not be written: that is logged, and training goes on."""
+        """Write a snapshot. Returns: False if this failed: the failure is logged, and training goes on."""
         if not self.keeps:
             return False
 
@@ -257,8 +259,8 @@ class Archive:
     # snapshots, in their format, is read once, and is not offered to other peers.
 
     async def keep_partial(self, era: int, layers: Mapping[str, LayerAt]) -> None:
-        """Store `layers`, float32 on the host, in place of earlier ones. If that fails, the layers are fetched
-        again."""
+        """Store a learner's layers (float32, on the host) for its next process, in place of earlier ones. If this
+        fails, the next process fetches them again."""
 
         def write() -> None:
             snapshot.remove_old(self._here, self._partial, self._run, lambda age: True)
@@ -360,8 +362,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete snapshots of layer groups that no snapshot of the last ten up to `age` has; `thin` removes older
-        eras."""
+        """Delete the snapshots of each layer group that is in none of the last ten versions written here, of which
+        `age` is the newest; but keep the group's snapshots if it has some of another era, which `thin` removes."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:
@@ -392,7 +394,7 @@ class Archive:
 
 
 def _name(keys: Iterable[str]) -> str:
-    """Return the folder's name for snapshots of these layers, which is the same on all peers."""
+    """Return the name, equal on all peers, of the folder for snapshots of these layers."""
     ordered = list(keys)
     return f"{ordered[0]}-{ordered[-1]}"
 

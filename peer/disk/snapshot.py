@@ -107,7 +107,7 @@ def write_snapshot(
     """Write a snapshot into `folder`, which is made if it is missing; then `prune` old ones. Processes that share
     `folder` take turns.
 
-    Returns: the snapshot's own folder; it is durable.
+    Returns: the snapshot's own folder, which is durable.
     Raises: LocalError: the disk is full or broken, or the folder cannot be written; earlier snapshots stay.
     """
     try:
@@ -185,7 +185,7 @@ def prune(disk: Disk, folder: PurePosixPath, run: str, keep: int, certified: Col
 
 def remove_old(disk: Disk, folder: PurePosixPath, run: str, is_old: Callable[[tuple[int, int]], bool]) -> None:
     """Remove those snapshots of a run for which `is_old((era, version))` is true, and unfinished ones. Then remove
-    `folder` if it is empty. No process may be writing to it. Raises: OSError."""
+    `folder` if it is empty. No process may be writing there. Raises: OSError."""
     _remove(disk, folder, [name for name in disk.list(folder) if (age := _age(name, run)) is not None and is_old(age)])
     if set(disk.list(folder)) <= {LOCK_NAME}:
         disk.remove_tree(folder)

@@ -13,7 +13,7 @@ class SnapshotName(NamedTuple):
     era: int
     version: int
     manifest_digest: str
-    """16 hex digits."""
+    """First 16 hex digits of the BLAKE3 digest of `manifest.json`."""
 
     @classmethod
     def parse(cls, name: str) -> "SnapshotName | None":

@@ -1,11 +1,11 @@
 """Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
 A member that is behind often only has to wait for pieces that are on their way; the whole gradient in float32 has eight
-times the bytes of a round in 4 bits. So it first asks one member that owes it a piece, and believes the answer. If the
-round stands still, the members that are behind may follow a later attempt than the finished one, and wait for pieces
-from each other that never come. Then a member asks all members that owe it pieces. It goes on waiting only if one of
-them answers that the pieces have not left yet (on a slow line pieces stand behind activations for minutes); otherwise
-it fetches the gradient from a member past the step.
+times the bytes of a round in 4 bits. So the member that is behind first asks one member that owes it a piece, and
+believes the answer. If the round stands still, the members that are behind may follow a later attempt than the finished
+one, and wait for pieces from each other that never come. Then a member asks all members that owe it pieces. It goes on
+waiting only if one of them answers that the pieces have not left yet (on a slow line pieces stand behind activations
+for minutes); otherwise it fetches the gradient from a member past the step.
 """
 
 import asyncio
@@ -66,9 +66,9 @@ class CatchingUp:
 
     Args:
         kept: the reduced gradients that this replica keeps.
-        wanted_from: returns the first step whose reduced gradient a part of our state still lacks.
+        wanted_from: returns the first step of which a part of our state still lacks the reduced gradient.
         on_mean: called with (step, whole gradient, its pieces as they travelled) for a step that we have not made.
-        on_behind: called with a member whose state we must fetch, since it no longer has the gradient that we need.
+        on_behind: called with a member from which we must fetch the state: it no longer has the gradient that we need.
     """
 
     def __init__(
@@ -131,8 +131,8 @@ class CatchingUp:
         return step == self._group.version and step not in self._kept.means
 
     async def fetch(self, mate: PeerID, step: int) -> Answer:
-        """Fetch the reduced gradient of `step` from `mate`. Keep the gradient if a part of our state still lacks it on
-        arrival, and commit it if `step` is our version.
+        """Fetch the reduced gradient of `step` from `mate`. Keep the gradient if a part of our state still lacks it
+        when it arrives; step with it if `step` is our version.
 
         Raises: Unreachable; Refused: `mate` no longer has the gradient.
         """

@@ -43,7 +43,7 @@ class Reductions:
         self.means: dict[int, Tensor] = {}
         """Step -> reduced gradient. It is kept until we have stepped with it, and for members that are behind us."""
         self.pieces: dict[int, tuple[MeanPiece, ...]] = {}
-        """Step -> encoded pieces of its reduced gradient, if the round used few bits: an eighth of fp32's bytes."""
+        """Step -> encoded pieces of its reduced gradient, if the round used few bits (an eighth of fp32's bytes)."""
         self._made_by: dict[int, RoundStart] = {}
         """Step -> our round that produced the gradient in `means`."""
         self._stepping = -1
@@ -93,8 +93,8 @@ class Reductions:
         return reduction.is_complete and self._rounds.get(reduction.start.step) is reduction
 
     def keep(self, step: int, mean_N: Tensor, by: RoundStart | None, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep a reduced gradient. Args: by: our round that made it; None: it was fetched; pieces: its encoded
-        pieces."""
+        """Keep a reduced gradient. Args: by: our round that made it; None: we fetched it; pieces: the encoded
+        gradient."""
         self.means[step] = mean_N
         self.pieces[step] = pieces
         if by is None:
@@ -114,8 +114,8 @@ class Reductions:
         return mean_N
 
     def reached(self, version: int) -> RoundStart | None:
-        """Record that we have stepped to `version` or loaded a state of it; call this before the core hears of it.
-        Return the round that gave this step's gradient; None: there was none."""
+        """Record that we have stepped to `version` or loaded a state of it; call this before the core hears of the
+        version. Return the round that gave this step's gradient; None: there was none."""
         self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
         self.early.forget_before(version, group_peers=(*self._core.group_peers, *self._core.draining))
@@ -140,8 +140,9 @@ class Early:
     """Keeps pieces of rounds that we have not heard of yet, by sender and round. Pure.
 
     Another member may hear of a round before we do. A member can make up rounds, so pieces are kept only for the latest
-    few rounds of each sender. A dropped piece costs an honest member seconds: its round stands still, and it sends the
-    piece again (`Pressing`). Step numbers have no bound: a slow device's rounds may be far ahead of its version.
+    few rounds of each sender. If an honest sender's piece is dropped, the round stands still for seconds, until the
+    sender sends the piece again (`Pressing`). Step numbers have no bound: a slow device's rounds may be far ahead of
+    its version.
 
     Args: pieces_max: the most pieces that one member sends another in a round.
     """
@@ -189,14 +190,14 @@ class Early:
 
 
 PRESS_S = 5.0
-"""Seconds without progress after which a round must have lost a message, or its pieces wait behind activations."""
+"""Seconds without a new piece after which we assume that a piece was lost, or waits behind activations."""
 BELIEVED_S = 120.0
 """Seconds after the last piece for which we believe members that say that their pieces have not left: they may lie."""
 
 
 @dataclass(slots=True)
 class Pressing:
-    """Decides when pieces of a round that does not end are sent again. It serves one round after another. Pure."""
+    """Decides when pieces of a round that does not end are sent again. One object serves all rounds in turn. Pure."""
 
     _looked_at: tuple[Reduction | None, int] = (None, 0)
     _moved_s: float = 0.0
@@ -232,7 +233,7 @@ class Pressing:
 
 
 AWAY_S: Final = 600.0
-"""A learner that went away must be back in so many seconds, with weights loaded, its layers at the group's version."""
+"""Seconds for which gradients are kept for a learner that went away: its time to return and step its layers."""
 STEPS_MAX: Final = 4
 """The gradients (float32) of at most this many steps are kept for absent learners, as for the next layout's peers."""
 
@@ -240,9 +241,9 @@ STEPS_MAX: Final = 4
 class AbsentLight:
     """Decides how long one member keeps reduced gradients for learners that went away and may come back. Pure.
 
-    A learner (a member with weights but not yet the whole state) that comes back still has the layers whose state it
-    had fetched, at the version at which it left. With the reduced gradients of the steps since then it need not fetch
-    those layers again.
+    A learner (a member with weights but not yet the whole state) that comes back still has the layers that it had
+    fetched, at the version at which it left. If it gets the reduced gradients of the steps since then, it need not
+    fetch those layers again.
     """
 
     def __init__(self) -> None:

@@ -49,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 _AGAIN_S: Final = 0.5
 _ANSWER_S: Final = 2.0
-"""Seconds that a request waits for its answer. Between tries we check whether the plan has dropped the peer."""
+"""Seconds for which we wait for an answer. Between tries we check whether the plan has dropped the peer."""
 _WAIT_S: Final = 5.0
-"""A member refuses a request of the other end (last or first stage) if its own round does not end within this time, so
-that the sender can ask another member, which may be further ahead."""
+"""Seconds for which a request of the other end (last or first stage) waits for our own round to end. Then we refuse it,
+so that the requester can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
-"""A member of the other end (last or first stage) that is silent for so long is assumed to get the sum from its
+"""Seconds of silence after which we assume that a member of the other end (last or first stage) gets the sum from its
 group."""
 
 
@@ -100,7 +100,7 @@ class TiedGradient:
 
     Args:
         spans: the slices of the matrix among our parameters (`tied_spans`): one, or two if the stage is both ends.
-        keep_steps: number of steps that a member of the other end may be behind us.
+        keep_steps: number of steps for which results are kept: a member of the other end may be that far behind us.
         other_end: returns the number of the other end's stage and its planned members; None: our stage is both ends.
         on_whole: called with a step's gradient, float32 [N], which has both ends' sum for the matrix, and our round.
         begin: called to take part in a round that was put off.
@@ -147,8 +147,7 @@ class TiedGradient:
     # --- our group ---
 
     def may_begin(self, start: RoundStart) -> bool:
-        """True if we may take part in a round now; otherwise the round is put off, and `begin` is called if it may
-        start later."""
+        """True if we may take part in a round now; otherwise the round is put off, and `begin` may be called later."""
         promise = self._promises.get(start.step)
         if promise is None or promise.attempt == start.attempt:
             return True

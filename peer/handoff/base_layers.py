@@ -188,7 +188,7 @@ class BaseLayers:
         return stored
 
     async def _begun_by_embedding(self) -> dict[str, Unfinished]:
-        """Return the beginning of a tied model's head, in whole ranges, made from the equal embedding if it is here."""
+        """Return the beginning of a tied model's head, in whole ranges: a copy of the embedding, if that is here."""
         embedding, vectors = (await self.read([EMBED])).get(EMBED), self._arithmetic.vectors
         if embedding is None:
             return {}

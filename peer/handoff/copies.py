@@ -60,7 +60,7 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> time until which the copies fetched from it use up its share of our time (`KEEPING_SHARE`)."""
+        """Member -> time until which fetching its copies uses up its share of our time (`KEEPING_SHARE`)."""
         self._saving: dict[int, asyncio.Lock] = {}
         """Group -> lock of its writes: `save` may be called for a version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}

@@ -64,8 +64,8 @@ class Unfinished:
 
 @dataclass(slots=True)
 class FetchProgress:
-    """Progress of a fetch: `done` of `total` elements have arrived (`total` is 0 while holders are asked). When a layer
-    is fetched again, its count begins at zero again."""
+    """Progress of a fetch: `done` of `total` elements have arrived (`total` is 0 while holders are asked). If a layer
+    is fetched again, its elements are subtracted from `done`."""
 
     done: int = 0
     total: int = 0
@@ -285,8 +285,8 @@ class StateFetcher:
             await self._fetch_ranges(left)
 
     async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
-        """Fetch the ranges in `left` from holders, group peers and carriers at once. Remove each range from `left` when
-        it arrives. Return when `left` is empty, or when every holder has failed.
+        """Fetch the ranges in `left` from holders, group peers and carriers at once. Remove each from `left` when it
+        arrives. Return when `left` is empty, or when every holder has failed.
 
         After a while, a holder that has no other range to send is also asked for the ranges that group peers or
         carriers should bring, so that a slow helper does not delay the fetch.
@@ -343,8 +343,7 @@ class StateFetcher:
                     under_way[peer] -= 1
 
         async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a group peer bring the ranges that it owns, or a carrier (it fetches for us) those of a single
-            holder."""
+            """Have a group peer bring the ranges that it owns, or a carrier bring ranges that only one holder has."""
             next_wanted = self._next_alone if carries else self._next_of_group_peer
             while (wanted := next_wanted(peer, todo)) is not None:
                 self._passed[wanted.key] = True
@@ -387,7 +386,7 @@ class StateFetcher:
                 raise error
 
     async def _held_up(self, peer: PeerID, may_ask: asyncio.Event) -> None:
-        """Wait until the fetch may go on; ask the holder every ten seconds, so that it keeps the version."""
+        """Wait until the fetch may go on; ask the holder every ten seconds, so that the holder keeps the version."""
         try:
             async with asyncio.timeout(10.0):  # without requests, the holder drops the version
                 await may_ask.wait()
@@ -430,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that only one holder has (we ask it for the first ones); None: no range."""
+        """Return the last range in `todo` that only one holder has (we ask it for the first); None: no range."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -448,7 +447,7 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: its only holder sent the whole layer."""
+        """Fetch a layer again after a failed check. Raises: RemoteError: the only holder sent the whole layer."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False

@@ -1,7 +1,7 @@
 """Fetches the layers that this peer needs for the next layout while it still trains in the present one.
 
 This begins with a plan that names the next layout (`Plan.next_layout`) and no version at which the present one ends.
-Each layer is fetched from a peer that trains it, at that peer's version. Then the layer is *replayed*: it makes the
+Each layer is fetched, at its present version, from a peer that trains it. Then the layer is *replayed*: it makes the
 same steps as that peer's group. For each step only the layer's part of the reduced gradient is fetched: a third of the
 layer's state, or a sixth as bf16. So when the layout ends, only the last step's gradient is missing. If gradients come
 faster than the line can carry them, fewer layers are replayed, and the others are fetched whole at the end. `Joining`
@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""Fewer layers are replayed once one of them is this many steps behind its holder, and too few gradients for all
-replayed layers have come while the holder made as many steps."""
+"""The oldest layer is dropped if it is this many steps behind its holder, and gradients have come too slowly to replay
+all layers while the holder made this many steps or more."""
 
 
 @dataclass(slots=True)
@@ -93,7 +93,7 @@ class _Preparing:
 
 
 class FetchingAhead:
-    """Fetches one peer's layers for the next layout ahead, and holds them until the present layout ends."""
+    """Fetches the layers that one peer needs for the next layout, and holds them until the present layout ends."""
 
     def __init__(
         self, ports: Ports, *, inbox: ChunkInbox, arithmetic: Arithmetic, spec: RunSpec, failures: Failures
@@ -105,7 +105,7 @@ class FetchingAhead:
 
     @property
     def unfetched_bytes(self) -> int:
-        """The number of bytes that have yet to be fetched; heartbeats report it."""
+        """Bytes of layers that have yet to be fetched ahead; heartbeats report this number."""
         ready = self._preparing
         if ready is None:
             return 0
@@ -214,9 +214,9 @@ class FetchingAhead:
                 await asyncio.sleep(_RETRY_S)
 
     async def _replay_or_drop(self, ready: _Preparing, source: _Source, key: str) -> None:
-        """Make one step of the layer `key` that its holder has made already. If the holder no longer keeps the
-        gradient, drop all layers at that version. They are fetched again from another holder, unless this happened last
-        time, too."""
+        """Make the next step of the layer `key`, which the holder has made already. If the holder no longer keeps the
+        gradient, drop all layers at that version. They are fetched again from another holder, except after two such
+        drops in a row."""
         version = ready.has[key].version
         try:
             await self._replay(ready, source, key)
@@ -271,8 +271,7 @@ class FetchingAhead:
 
     async def ended(self, era: int, version: int, members: Collection[PeerID]) -> Mapping[str, LayerState]:
         """Replay the last steps, and return the layers that have reached `version`, at which the layout of `era` ended.
-        The caller must compare them with the holders' digests. Args: members: the newest plan's members; no other peers
-        are asked."""
+        The caller must check their digests. Args: members: of the newest plan; no other peers are asked."""
         ready = self._preparing
         if ready is None or ready.era != era:
             return {}

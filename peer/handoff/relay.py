@@ -1,10 +1,11 @@
 """Shares the received ranges of one fetch with peers that fetch the same layers at the same time.
 
 At the end of a layout all members of a stage in the next one lack the same layers, and one peer may be the only holder.
-If each of n members fetched everything from this holder, it would send the state n times, over a line whose slowness
-may be the reason for the new layout. So each range has an **owner** among the fetching peers; every fetching peer
-computes the same owners, without a message. A peer fetches its own ranges from a holder, and every other range from the
-range's owner, which answers once it has the range. If an owner is slow, its ranges are fetched from a holder after all.
+If each of n members fetched everything from this holder, the holder would send the state n times; its line may be so
+slow that this was the reason for the new layout. So each range has an **owner** among the fetching peers; every
+fetching peer computes the same owners, without a message. A peer fetches its own ranges from a holder, and every other
+range from the range's owner, which answers once it has the range. If an owner is slow, its ranges are fetched from a
+holder after all.
 
 Ranges are not checked here: each fetching peer checks whole layers against their digests.
 """

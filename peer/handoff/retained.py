@@ -114,8 +114,7 @@ class RetainedLayers:
         return self._layers if self._at == (era, version) else {}
 
     def follow(self, plan: Plan) -> None:
-        """Forget the kept layers once the plan's layout neither begins nor ends at their version: all peers have
-        them."""
+        """Drop the kept layers once the plan's layout neither begins nor ends at their version: no peer needs them."""
         ends, begins = (plan.era, plan.cutover_version), (plan.restore_era, plan.restore_version)
         if not (plan.cutover_version and self._at == ends) and not (plan.not_started and self._at == begins):
             self._begin((-1, 0))

@@ -55,7 +55,7 @@ _CARRIED_MAX = 4
 _STEP_WAIT_S = 2.0
 """The longest time that a request waits while the requested layers step; then the requester has to ask again."""
 _RELAY_WAIT_S = 2.0
-"""The longest time that a request waits for a range that we are fetching; then its sender may ask another peer."""
+"""The longest time that a request waits for a range that we are fetching; then the requester may ask another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
 """The longest time for which copies wait for the first step of a layout before they are sent."""
@@ -76,7 +76,8 @@ class _Pin:
         self.num_sending = 0
         """Number of ranges being sent. On a busy line a range may take longer than `PINNED_S`."""
         self.is_asked_for = False
-        """Another peer has asked for this version, so it counts against the limits. Our own requests do not count."""
+        """Another peer has asked for this version, so that it counts against the limits. Our own requests do not
+        count."""
         self.layers: dict[str, LayerState] = {}
         self.digests: dict[str, str] = {}
         """Layer -> digest. A layer without a digest cannot be offered yet: the digest is being computed."""
@@ -85,13 +86,13 @@ class _Pin:
         self.is_replayed = False
         """A newcomer fetches this version, and will replay the steps after it."""
         self.left: dict[PeerID, int] = {}
-        """Peer -> number of offered elements that it has not received yet."""
+        """Peer -> number of elements that we offered to the peer and have not sent yet."""
         self.served: set[PeerID] = set()
         """Peers that have received all that they were offered."""
 
     def asked_for(self, now_s: float) -> None:
-        """Keep the layers for `PINNED_S` from now, because a peer asked for them, but for `PINNED_S_MAX` in all at
-        most. Weights that learners follow are kept for `PINNED_S_MAX` from now."""
+        """Keep the layers for `PINNED_S` from now, because a peer asked for them, but no longer than `PINNED_S_MAX` in
+        all. Weights that learners follow are kept for `PINNED_S_MAX` from now."""
         self.until_s = min(now_s + PINNED_S, self._born_s + PINNED_S_MAX)
         if self._is_followed:
             self.until_s = now_s + PINNED_S_MAX
@@ -140,8 +141,7 @@ class StateServer:
         """Our own fetches; other peers may ask for the ranges that have arrived."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
-        """(requester, range that we are sending it) -> result: True once all of the range was sent, False if that
-        failed."""
+        """(requester, range that we send it) -> result: True once the whole range was sent, False if that failed."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
         """(holder, range) that we are fetching for other peers."""
         self._newcomers: dict[PeerID, float] = {}
@@ -157,7 +157,7 @@ class StateServer:
         await self._pin((TRAINED, state.version), state.layers)
 
     def pass_on(self, fetched: Relay) -> None:
-        """Share the ranges that our fetch `fetched` receives with its group peers, and for a while after its end."""
+        """Share the ranges that our fetch `fetched` receives with its group peers, until a while after the fetch."""
         self._forget_old()
         fetched.until_s = self._clock.now_s() + PINNED_S
         self._relays.append(fetched)
@@ -358,7 +358,7 @@ class StateServer:
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer the layer that `source` fetches ahead now, and forget the layer that it fetched before."""
+        """Offer the layer that `source` fetches ahead now, and forget the layer that `source` fetched before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")
@@ -428,7 +428,7 @@ class StateServer:
         return pin.layers[message.layer].param_N
 
     async def _carry(self, source: PeerID, message: StateChunkRequest, via: PeerID) -> None:
-        """Fetch a range from its holder `via` for `source`, and send it on; refuse while we fetch ourselves."""
+        """Fetch a range from the holder `via` for `source`, and send it on; refuse while we fetch ourselves."""
         me = self._endpoint.peer_id
         is_fetching = any(not relay.is_done for relay in self._relays)
         if not self._plans.knows(source) or not self._plans.knows(via) or is_fetching:

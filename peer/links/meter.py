@@ -141,8 +141,7 @@ class LinkMeter:
         return self._sending_s + (self._clock.now_s() - self._since_s if self._num_sending else 0.0)
 
     def traffic(self) -> dict[PeerID, tuple[float, float]]:
-        """Return peer -> bytes of frames (sent, received) so far. Counts of a peer that was long idle may restart at
-        0."""
+        """Return peer -> bytes of frames (sent, received) so far; counts of a peer long idle may restart at 0."""
         return {peer: (link.sent_bytes, link.received_bytes) for peer, link in self._links.items()}
 
     def called(self, peer: PeerID, took_s: float) -> None:

@@ -27,7 +27,7 @@ class LinkProbing:
         self._task: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
         self._far: set[PeerID] = set()
-        """Peers on other machines that we have probed since the last joint probe of several links."""
+        """Peers with a round trip of `FAR_S` or more, probed since we last probed several links at once."""
         self._beside: tuple[PeerID, ...] = ()
         self.card_bytes_per_s = 0.0
         """Highest rate measured over several links at once: that of our network card; 0: not measured."""

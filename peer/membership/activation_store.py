@@ -20,11 +20,11 @@ class MicrobatchPayloads:
     input: Payload | None = None
     """The activation, from its arrival until the forward. A second copy that arrives is not kept."""
     output: Payload | None = None
-    """The next payload to send. An activation stays until its gradient is back, so that it can be sent again."""
+    """The next payload to send. An activation stays until the gradient is back, so that it can be sent again."""
     gradient: Payload | None = None
     """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
-    """Seconds that the activation waited for other frames on its link."""
+    """Seconds for which the activation waited until its link had sent earlier frames."""
     passage: Passage | None = None
     """The microbatch's run through experts on other peers, from its forward to its backward; None: not begun."""
     is_wanted: bool = True
@@ -86,7 +86,7 @@ class ActivationStore:
         return loss
 
     def settle(self, microbatch: Microbatch, *, retried: bool) -> bool:
-        """Record that the backward of `microbatch` has ended. Returns: True if our group wants its gradient."""
+        """Record that the backward of `microbatch` has ended. Returns: True if our group still lacks this gradient."""
         payloads = self.of(microbatch)
         passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:

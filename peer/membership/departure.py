@@ -9,7 +9,7 @@ until we come back. So a last holder does three things:
     stay   if a new plan gives our place to another peer, wait until that peer holds our layers
 
 So the disks have a complete snapshot of one version, from which the run can go on, whether only we leave or all peers.
-Uncommitted microbatches are computed again. Each of the three has a time limit; the whole departure has one, too.
+Uncommitted microbatches are computed again. Each of the three has a time limit, and so has the whole departure.
 """
 
 import asyncio
@@ -31,16 +31,15 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""Fraction of the departure's time for the halt. In the halt's second half we ask to give up the step under way."""
+"""Fraction of the departure's time for the halt. After half of that we ask stage 0 to give up the step under way."""
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
-"""Seconds that the write to our own disk may take even beyond our time limit: it is the purpose of the departure."""
+"""Seconds that the write to our own disk may take, even beyond our time limit: without it our layers may be lost."""
 _ANSWER_S: Final = 4.0
 """Seconds for which the answer to a `Save` waits until the version is reached; less than a call's timeout."""
 _PLAN_HEARTBEATS: Final = 2.0
-"""Heartbeat intervals until a plan can name a successor: one for our heartbeat to reach the coordinator, one for the
-votes on the plan."""
+"""Heartbeat intervals until a plan can name a successor: one for our next heartbeat, one for the votes on the plan."""
 _POLL_S: Final = 0.02
 
 
@@ -57,7 +56,7 @@ class Departure:
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """A sentence that names the steps lost with us, and why; empty: our disk or another machine has all."""
+        """A sentence that names the steps lost with us, and why; empty: a disk or another machine has all steps."""
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
@@ -91,8 +90,7 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. If all holders of the layers leave, only the first by rank counts
-        as the last holder."""
+        """True if our layers would be lost with us. If all holders leave, this is true only for the first by rank."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
@@ -114,13 +112,13 @@ class Departure:
 
     async def _until_counted_out(self, until_s: float) -> None:
         """Wait until the coordinator has made a plan without us. If we left before the coordinator knows that a
-        successor holds our layers, it would take the layers for lost."""
+        successor holds our layers, the coordinator would take the layers for lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         me, plans = self._endpoint.peer_id, self._plans
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
 
     async def _until(self, is_so: Callable[[], bool], until_s: float) -> bool:
-        """Wait until `is_so()` is true, at most until `until_s`. Returns: True if it became true."""
+        """Wait until `is_so()` is true, at most until `until_s`. Returns: True if it was true in time."""
         while not is_so():
             if self._clock.now_s() >= until_s:
                 return False
@@ -151,7 +149,7 @@ class Departure:
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader at present.
 
-        Args: at_once: give up the step under way."""
+        Args: at_once: stage 0 is to give up the step under way."""
         plan = self._plans.newest
         for peer in plan.stages[0].peers if plan is not None else ():
             with Tolerating(logger.debug, "no halt"):
@@ -192,7 +190,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Return our state; during a step, the state after it. None: the step does not end in time."""
+        """Return our state; during a step, the state after that step. None: the step does not end in time."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 
@@ -231,8 +229,8 @@ class Departure:
             self._answering[source] -= 1
 
     def _count_save(self, source: PeerID, version: int, plan: Plan) -> None:
-        """Count a version that we save for `source`. Raises: Refused: `source` does not leave, or has asked for too
-        many versions."""
+        """Count a version that we save for `source`. Raises: Refused: `source` stays, or has asked for too many
+        versions."""
         me = self._endpoint.peer_id
         if source in self._parts.audience and self._neighbours.stays(source):
             raise Refused(me, "saves versions only for peers that leave")

@@ -1,8 +1,7 @@
 """The experts that one peer holds. For each expert the peer is a member of a group, the expert's holders. These
 memberships begin, are renewed, drain and end as plans say.
 
-Unlike a replica's drain, an expert's drain delays no other membership: it takes a microbatch or two, and meanwhile
-other memberships begin and go on.
+An expert's drain takes a microbatch or two. Unlike a replica's drain, it delays no other membership.
 """
 
 import asyncio
@@ -30,8 +29,8 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertMembership(GroupMembership):
-    """Our membership in group `group_id` of `plan`. The group holds one expert (one per layer) of a stage: the stage of
-    our replica, or another one."""
+    """Our membership in group `group_id` of `plan`. The group holds one expert of every layer of a stage (the same
+    number in each layer); our replica may be in another stage."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -243,7 +242,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Process again the presence updates of peers that `plan` has moved: the updates may precede `plan`."""
+        """Apply again the presence updates of peers that `plan` has moved, as they may be older than `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

@@ -243,8 +243,8 @@ class GroupMembership(ABC):
 
     @property
     def audience(self) -> list[PeerID]:
-        """The peers to tell about our readiness. They include peers of a plan that no longer names us, which may wait
-        for our last presence update."""
+        """The peers to tell about our readiness. If a newer plan no longer names us, peers of that plan are included:
+        they may wait for our last presence update."""
         group = self.core.group
         peers = dict.fromkeys(peer for peers in (*self._near(), group.group_peers, group.draining) for peer in peers)
         return [peer for peer in peers if peer != self._s.endpoint.peer_id]
@@ -258,7 +258,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _install(self) -> None:
-        """Register the handlers of those messages that are not the group's own."""
+        """Register handlers for the messages that only this kind of membership (replica or expert) receives."""
 
     @abstractmethod
     def _load(self, state: StageState) -> None:
@@ -266,7 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job. Call `stepped`."""
+        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job; call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -315,7 +315,7 @@ class GroupMembership(ABC):
         self.handle(events.PeerSaid(peer, presence))
 
     def peer_died(self, peer: PeerID) -> None:
-        """Remove a peer that a plan has dropped although it had not announced that it leaves."""
+        """Remove a peer that a plan has dropped although the peer had not announced that it leaves."""
         self.witnesses.mate_lost(peer)
         self.handle(events.PeerDied(peer))
 
@@ -500,8 +500,9 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the reduced gradient of our round, and step. Args: pieces: the gradient's encoded pieces, as they were
-        sent; empty for a tied model: the other end's part has been added to its gradient after the round."""
+        """Keep the reduced gradient of our round, and step if it is the gradient of the present version. Args: pieces:
+        the gradient's encoded pieces, as the round sent them; empty if embedding and head are tied, since `mean_N` then
+        also contains what the other stage with the shared matrix has added after the round."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -532,7 +533,8 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step to `state` for peers that replay the step for the next layout."""
+        """Keep the reduced gradient of the step that made `state`, for peers that replay this step for the next
+        layout."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -577,7 +579,7 @@ class GroupMembership(ABC):
         self._pieces.send(finished, reduction.start, GatherPart)
 
     def _catch_up(self, mate: PeerID, step: int) -> events.Event | None:
-        """Fetch the reduced gradient of `step` from `mate`, unless a fetch is under way. A learner fetches weights."""
+        """Fetch the reduced gradient of `step` (a learner: weights) from `mate`, unless a fetch is under way."""
         if self._light is not None:
             self._light.behind()
             return self._lagging()

@@ -108,9 +108,10 @@ class Joining:
         await self._take_over(timed.value)
 
     async def _from_snapshots(self, plan: Plan) -> None:
-        """Begin the era at its first version. Use the layers that we have kept of the last layout, and those fetched
-        ahead if their digests are right. Fetch the others from peers (ourselves first) that have kept them or have them
-        on disk. If the era is under way, join the group instead: peers may have dropped the layers that they kept."""
+        """Begin the plan's era (the versions since the last roll-back or repartitioning) at its first version. Use the
+        layers that we have kept of the last layout, and those fetched ahead if their digests are right. Fetch the
+        others from peers (ourselves first) that have kept them or have them on disk. If the era is under way, join the
+        group instead: peers may have dropped the layers that they kept."""
         keys, version = self._runtime.keys, plan.restore_version
         carried = self._layers.retained.read(plan.restore_era, version)
         missing = tuple(key for key in keys if key not in carried)
@@ -132,8 +133,8 @@ class Joining:
             wait_s = min(2.0 * wait_s, _RETRY_S)
 
     async def _follow_who_began(self) -> None:
-        """Replay the steps of members that began the era before us, since a step that only one member has is lost if
-        the member dies. Steps that we miss now come later by our group's rounds."""
+        """Replay the steps of members that began the era before us: a step that only one member has is lost if the
+        member dies. If this fails, go on: we catch up later, in our group's rounds."""
         with Tolerating(logger.info, "cannot replay yet the steps of members that began before us"):
             while self._group.holders and not await self._is_current():
                 pass

@@ -10,10 +10,10 @@ group: its part of the reduced gradient comes by the round, in which the learner
 fetched once, however many steps the group commits meanwhile; its weights follow from its state and need not be fetched
 any more; and no holder has to keep a version of the whole state for a fetch that may take an hour. Once all layers are
 here, and match the digests that most holders have signed, the learner is a full member from the next commit on. If
-weights and rounds fill its line, it stays a learner; its log says how many layers it has.
+weights and rounds fill the learner's line, it stays a learner; its log says how many layers it has.
 
-A learner computes only with weights whose digest most holders name, and takes over only a state that most holders have
-signed. So a minority of lying holders cannot make it train with wrong weights.
+A learner computes only with weights of the digest that most holders name, and takes over only a state that most holders
+have signed. So a minority of lying holders cannot make it train with wrong weights.
 """
 
 import asyncio
@@ -103,8 +103,8 @@ class Learner:
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """Lowest version of the layer that is being fetched, or that a failed fetch left in part. The reduced gradients
-        from this version on are kept for the layer."""
+        """Lowest version of the layer that is being fetched, or of which a failed fetch left a part. The group's
+        reduced gradients from this version on are kept, so that the layer can catch up."""
 
     # --- what others see ---
 
@@ -130,7 +130,7 @@ class Learner:
         self._news.set()
 
     def reduced(self) -> None:
-        """Record that a step's reduced gradient is here."""
+        """Record that a step's reduced gradient has arrived."""
         self._news.set()
 
     def took_part(self) -> None:
@@ -277,7 +277,7 @@ class Learner:
         logger.info("group %d computes with weights of version %d: %s", self._group.stage, version, come)
 
     async def _step_to(self, version: int, keys: tuple[str, ...] | list[str]) -> None:
-        """Step the layers `keys` to `version`. Drop a layer if a reduced gradient for it is not available."""
+        """Step the layers `keys` to `version`. Drop a layer if one of its reduced gradients is not available."""
         oldest = min((self._gathered[key].version for key in keys if key in self._gathered), default=version)
         for step in range(oldest, version):
             due = [key for key in keys if key in self._gathered and self._gathered[key].version == step]
@@ -329,7 +329,7 @@ class Learner:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """Wait for the reduced gradient of our round of `step`. None: we have no such round, or it stands still."""
+        """Wait for the reduced gradient of our round of `step`. None: there is no such round, or it stands still."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._reductions.means:
@@ -345,8 +345,8 @@ class Learner:
     # --- the state ---
 
     async def _gather(self) -> None:
-        """Fetch the state layer by layer. Begin only when we have taken part in a round: the first step after we join
-        may be made without us, and a layer fetched before that step would miss it."""
+        """Fetch the state layer by layer. Begin only when we have taken part in a round: the group may make the first
+        step after we join without us, and a layer fetched before that step could not follow."""
         keys = self._runtime.keys
         await self._takes_part.wait()
         while True:

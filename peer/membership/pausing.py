@@ -1,6 +1,6 @@
 """Pauses a peer while its owner uses the device: it stops computing, and other peers do not wait for its work.
 
-    at once   closed       neighbours send nothing new; microbatches whose forward has not begun go back
+    at once   closed       neighbours send nothing new; microbatches without a forward go back
     + 0.5 s   no backward  all other microbatches go back too; earlier contributions are still reduced
     + 10 s    leaving      heartbeats and presence updates say so; the next plan omits us, and the replica drains
     resume                 the peer goes on as before; if a plan was made without it, it joins again as a newcomer

@@ -6,7 +6,7 @@ A microbatch goes through this file as follows; each arrow is a decision of the 
     backward  _on_gradient -> _run (backward) -> _send_gradient        one `_run` does forward and backward
 
 `peer/membership/group_membership.py` turns the gradients into a step; `pipeline/stage.py` computes. If experts are on
-other peers, `_run` sends tokens to them at each layer (`peer/experts/dispatch.py`).
+other peers, `_run` sends tokens to these peers at each layer (`peer/experts/dispatch.py`).
 """
 
 import asyncio
@@ -53,7 +53,7 @@ T = TypeVar("T")
 
 _GRADIENT_RETRIES_S: Final = (0.5, 1.0, 2.0, 4.0)
 """Seconds between the tries to send a gradient. A broken stream often comes back, and until the gradient arrives, the
-microbatch counts as in flight at stage 0, which limits their number."""
+microbatch counts as in flight at stage 0, which limits the number in flight."""
 
 
 class Replica(GroupMembership):
@@ -152,7 +152,7 @@ class Replica(GroupMembership):
     async def _run_with_experts(
         self, experts: ExpertDispatch, job: Job, microbatch: Microbatch, parts: JobInParts[Any], first_flop: float
     ) -> None:
-        """Run a job whose experts are on other peers. While the job waits for answers, the device does other jobs."""
+        """Run a job that needs experts on other peers. While the job waits for answers, the device does other jobs."""
         call = await self._on_device(job, parts.go_on, first_flop)
         passage = self.activations.passage(experts, job, microbatch)
         if call is not None:
@@ -298,8 +298,8 @@ class Replica(GroupMembership):
 
     def _make_learner(self) -> Learner | None:
         """Return an object that makes us a learner. None: the run is synchronous (each step would wait for the
-        learner's weights), or has tied matrices, or has adapters or placed experts (their state is small beside the
-        weights)."""
+        learner's weights), or has tied matrices, or has adapters or experts on other peers (then the state is small
+        beside the weights)."""
         spec = self._s.spec
         if spec.training.s_max == 0 or spec.adapter is not None or self._tied is not None or self.experts_placed:
             return None
@@ -342,13 +342,13 @@ class Replica(GroupMembership):
 
     @property
     def forward_s(self) -> float:
-        """Median seconds of recent forwards (at the last stage: of loss jobs), without the time spent waiting for
-        placed experts; 0 before the first forward."""
+        """Median seconds of recent forwards (at the last stage: of loss jobs), without waiting for experts on other
+        peers; 0 before the first forward."""
         return self._forward_times.seconds
 
     @property
     def expert_loads(self) -> tuple[int, ...]:
-        """Number of tokens of each expert, summed over our layers, for heartbeats; empty if experts are not placed."""
+        """Number of tokens of each expert, summed over our layers; empty if stages hold their own experts."""
         loads = self.runtime.expert_loads.totals() if self.experts_placed else {}
         return tuple(sum(counts) for counts in zip(*loads.values(), strict=True))
 

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class StageSeat:
-    """Gives one peer its place in a stage. Args: experts: the peer's expert memberships, which also end with an era."""
+    """Gives one peer its place in a stage. Args: experts: the peer's expert memberships; a new era ends them, too."""
 
     def __init__(self, services: Services, experts: ExpertSeats) -> None:
         self._s = services

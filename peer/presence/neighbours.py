@@ -91,7 +91,7 @@ class Neighbours:
         return sorted(self._presences.items())
 
     def forget(self, peer: PeerID) -> None:
-        """Forget a peer that no plan names any more, or that sent its last update in an earlier era."""
+        """Forget a peer that no plan names any more, or that has sent no update in the present era."""
         self._presences.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)

@@ -2,8 +2,8 @@
 
 Each member sends the others the digest of every version that it reaches. Once all members of a round have sent their
 digests, the most frequent digest is the group's. A member with another digest fetches the state; the first member by
-rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report and
-send the copy if the reporter dies first, so that no commit is missing.
+rank with the group's digest reports the commit to the coordinator. The other members keep a copy of that report, and
+send it if the reporter dies first, so that no commit is missing.
 """
 
 import math
@@ -17,7 +17,8 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""A round's digests are compared without a member that is more than this many versions behind: its device is slow."""
+"""A round's digests are compared without a member that is more than this many versions behind, as its device is
+slow."""
 MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""
@@ -39,7 +40,7 @@ class Agreement:
     _norms: dict[int, float] = field(default_factory=dict)
     """Version -> norm of the gradient of our step to that version."""
     own: tuple[Digest, ...] = ()
-    """Our digest of our present version; empty before the first version."""
+    """One element: our digest of the present version; empty before the first version."""
     _since_s: dict[int, float] = field(default_factory=dict)
     """Step -> time at which we first saw that we are past that step."""
     next_s: float = math.inf
@@ -108,7 +109,7 @@ class Agreement:
     ) -> list[RoundStart]:
         """Return the rounds up to `version` to compare now: in them each member has sent a digest, is gone, or is late.
 
-        A digest of a later version counts, too: its sender skipped the round's version by fetching a later state.
+        A digest of a later version counts, too: the sender has skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.
         """
         settled, self.next_s = [], math.inf

@@ -18,9 +18,9 @@ def voters(
 ) -> tuple[PeerID, ...]:
     """Return the voters: more than half of them must have signed a state before `newcomer` fetches it.
 
-    The voters are the members older than the newcomer or, if there are none, those that came with it. If all of these
-    report no state, the draining members vote. If none drains, the younger members vote: they alone may have the state
-    if the newcomer restarted at its old place. Members that report no state do not vote.
+    The voters are the members that were in the group before the newcomer or, if there are none, those that came with
+    it. If all of these report no state, the draining members vote. If none drains, the members that came later vote:
+    they alone may have the state if the newcomer restarted at its old place. Members that report no state do not vote.
     """
     since = {member.peer: member.since for member in members}
     mine = since.pop(newcomer, None)

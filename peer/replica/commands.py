@@ -109,7 +109,7 @@ class SendClaim:
 
 @dataclass(frozen=True, slots=True)
 class DropClaim:
-    """Drop our open request for microbatches: its answer is no longer useful."""
+    """Drop our open request for microbatches: an answer would no longer be useful."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports that."""
+    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports the grant."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -160,9 +160,8 @@ QueueCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every other member, or only to the member `to`. `can_wait`: only the leader must get the
-    message at once, the others within seconds. `can_rest`, together with `can_wait`: the leader may wait, too
-    (`telling.py`)."""
+    """Send `message` to every other member, or only to the member `to`. `can_wait`: the leader must get the message at
+    once, the others only within seconds. `can_rest` (with `can_wait`): the leader may wait, too (`telling.py`)."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -193,7 +192,7 @@ class Witness:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Fetch the reduced gradient of `step` from `mate`, which is past that step: we missed the end of its round."""
+    """Fetch the reduced gradient of `step` from `mate`, which has made that step: we missed the end of the round."""
 
     mate: PeerID
     step: int
@@ -217,8 +216,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`, which does not need them. `died`: expect no message from
-    `peer`."""
+    """Drop the messages that wait to be sent to `peer`: the peer needs none. `died`: none will come from the peer."""
 
     peer: PeerID
     died: bool = False

@@ -59,7 +59,7 @@ class ReplicaCore(MemberCore):
     def __init__(self, group: GroupCore, pipeline: Schedule, queue: MicrobatchQueue | None, plan: Plan) -> None:
         super().__init__(group, plan)
         self.pipeline = pipeline
-        """Other modules read it; only this core changes it."""
+        """Decides on this replica's microbatches. Other modules may read it; only this core changes it."""
         self._queue = queue
         """The microbatches to claim and grant; None: our stage is not stage 0."""
         self._queue_due_s = queue.next_timer_s() if queue is not None else math.inf

@@ -21,7 +21,7 @@ class TimerFired:
 
 @dataclass(frozen=True, slots=True)
 class Contributed:
-    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have the gradient."""
+    """Our stage or expert has run the backward of `microbatch`. `retried`: another member may have done so, too."""
 
     microbatch: Microbatch
     staleness_steps: int
@@ -44,7 +44,8 @@ class PlanFollowed:
 
 @dataclass(frozen=True, slots=True)
 class PeerSaid:
-    """A peer reports its presence: its place in the plan, and whether it is ready and open in this place."""
+    """A peer reports its presence: its place in the plan, and whether it is ready (takes part in rounds) and open
+    (accepts microbatches) there."""
 
     peer: PeerID
     presence: PresenceUpdate
@@ -52,8 +53,8 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still has `peer`, but
-    its gradients are useless to us, and we ignore it for as long as we have this place."""
+    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still names `peer`,
+    but we refuse its gradients, and ignore the peer for as long as we have this place."""
 
     peer: PeerID
     is_barred: bool = False
@@ -61,7 +62,7 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage; `incarnation` numbers its starts there. Members of the peer's group may have
+    """`peer` has begun anew in its stage; `incarnation`: the number of this start. Members of the peer's group may have
     learnt of the restart already from a Progress message of the peer."""
 
     peer: PeerID
@@ -70,7 +71,8 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state or, if `learner`, its weights. `remembers`: we can repeat the last step exactly."""
+    """We hold the group's state or, if `learner`, its weights. `remembers`: we can repeat microbatches of the last step
+    exactly."""
 
     remembers: bool
     learner: bool = False
@@ -78,7 +80,7 @@ class JoinedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """`lags`: we are a learner whose weights have become too old for every microbatch, so microbatches without a
+    """`lags`: we are a learner, and our weights have become too old for every microbatch, so microbatches without a
     forward go back to their senders. False: our weights are new enough again."""
 
     lags: bool
@@ -119,8 +121,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: its
-    time in queues of later stages. `commit_s`: longest commit of a later stage."""
+    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: the
+    microbatch's time in queues of later stages. `commit_s`: longest commit of a later stage."""
 
     microbatch: Microbatch
     source: PeerID
@@ -193,8 +195,8 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or accepts no microbatches and will not return the gradients that it owes. If it has
-    begun anew as the incarnation `successor`, activations that this incarnation has already sent are not lost."""
+    """`peer` died, left the plan, or accepts no microbatches and will not return the gradients that it owes. If `peer`
+    has begun anew as incarnation `successor`, activations that this incarnation has already sent are not lost."""
 
     peer: PeerID
     successor: int | None = None
@@ -210,8 +212,8 @@ class HandedBack:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The leader's choices. `steps_ahead`: steps ahead of the version; -1: not chosen yet. `gain`: microbatches in
-    flight, divided by the number that the pipeline holds without queues."""
+    """The leader's choices. `steps_ahead`: how many steps ahead of the version microbatches may begin; -1: not chosen
+    yet. `gain`: microbatches in flight, divided by the number that the pipeline holds without queues."""
 
     steps_ahead: int
     gain: float
@@ -316,8 +318,8 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins. `at_once`: the open step is given up,
-    too."""
+    """`source`, a stage's last holder, leaves and asks that no step begins; `at_once`: and that the open step is given
+    up."""
 
     source: PeerID
     at_once: bool
@@ -359,8 +361,8 @@ class MemberSilent:
 
 @dataclass(frozen=True, slots=True)
 class GradientCounted:
-    """Our gradient of `microbatch` is in the sum of its step; or, if `held_out`, kept apart from the sum because it may
-    be counted elsewhere, too. `more_follows`: more microbatches of the step are here, so no round can begin yet."""
+    """Our gradient of `microbatch` is in the sum of its step; or, if `held_out`, kept apart from the sum: another
+    member may count it, too. `more_follows`: more microbatches of the step are here, so no round can begin yet."""
 
     microbatch: Microbatch
     loss: float

@@ -57,8 +57,8 @@ class Window:
         num_stages: K. The window starts at K + 1: one microbatch in each stage and one on the way. Each of the first K
             + 1 microbatches that come back adds one, as in TCP's slow start (RFC 5681), since between homes
             transmission takes as long as the jobs; after that the window follows the measurements.
-        gain: size of the window divided by the measured rate x round trip, > 1. With equal stages whose jobs take +-30
-            % of the mean, 1.25 keeps the slowest stage busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
+        gain: size of the window divided by the measured rate x round trip, > 1. With equal stages, and jobs that take
+            +-30 % of the mean, 1.25 keeps the slowest stage busy for 85 to 90 % of the time, 1.5 for 92 to 94 %.
         memory: number of recent microbatches that are measured. After a change of plan, the measurements are right once
             this many have come back.
     """

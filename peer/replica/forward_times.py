@@ -10,8 +10,8 @@ _TOLD_FORWARDS: Final = 9
 """The median of the last 9 forwards is reported: a slower device shows after five of them, which is beyond noise."""
 _SURE_FORWARDS: Final = 3
 _SURE_TIMES: Final = 2.0
-"""A device that became far slower may never get five more forwards. So the last `_SURE_FORWARDS` alone count, if all of
-them took more than `_SURE_TIMES` times the median, or less than the median divided by `_SURE_TIMES`."""
+"""Only the last `_SURE_FORWARDS` forwards count if each took more than this multiple of the median, or less than the
+median divided by it: a device that became far slower may never get the five forwards that change the median."""
 _KINDS: Final = ("forward", "loss")
 
 

@@ -3,9 +3,9 @@
 Theory of operation. The group is the ready replicas of one stage, in the plan's order (rank). For each step, every
 member tells the others which microbatches it has accumulated (`Progress`). When the union is the whole step, the
 *leader* (the first ready and open member by rank that holds the state) opens a round: it names the members and what
-each contributes (`RoundStart`). Members reduce exactly that, step, and tell each other the digest of the new state.
-Because membership is per round, replicas come and go without agreeing on a step at which a plan takes effect, and an
-average never counts a member that did not contribute to it.
+each contributes (`RoundStart`). Members reduce exactly these contributions, step, and tell each other the digest of the
+new state. Because membership is per round, replicas come and go without agreeing on a step at which a plan takes
+effect, and an average never counts a member that did not contribute to it.
 
 The leader changes with readiness and with plans, and two leaders at once would grant one microbatch twice or open two
 rounds. So a leader *acts* only when it has heard from every member of the plan since it became ready, and the latest
@@ -95,8 +95,8 @@ class GroupCore(GroupView):
     # --- events ---
 
     def handle(self, event: CommitEvent, *, now_s: float) -> list[CommitCommand]:
-        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
-        nothing."""
+        """Process an event; return commands. Raises: Refused, RemoteError: the event is invalid; nothing has
+        changed."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -147,7 +147,7 @@ class GroupCore(GroupView):
         return self._leader_may_have_changed(now_s)
 
     def granted(self, microbatch: Microbatch, *, retried: bool) -> list[CommitCommand]:
-        """Record, at stage 0, a grant to us. `retried`: the microbatch runs again; the leader may not know that."""
+        """Record a grant to us, at stage 0. `retried`: `microbatch` runs again; a new leader may not know that."""
         self._tallies.claim(microbatch.step, microbatch.index)
         # A leader knows its own grants. But if we lead, the other members must know our grants in case we die. And if
         # we have just stopped leading, the new leader does not know which microbatches we decided to run again.
@@ -227,7 +227,7 @@ class GroupCore(GroupView):
         """Remove a member's earlier incarnation if it now reports `incarnation`, in a Progress or a PresenceUpdate. A
         member that restarts too often is reported, and barred.
 
-        This opens no round. The caller may, after it has applied the rest of the message: the member may be ready."""
+        This opens no round. The caller may, once it has applied the whole message (the member may be ready)."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
             commands = [ForgetMember(peer), *self._count_out(peer, now_s)]
@@ -250,8 +250,7 @@ class GroupCore(GroupView):
         return [*left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
-        """Remove an unreachable member if it drains. If the member is not ready, do not wait until it names a
-        leader."""
+        """Remove an unreachable member if it drains. If it is not ready, do not wait until it names a leader."""
         if peer in self.draining:
             commands = self._lose(peer, now_s)
         else:
@@ -379,8 +378,8 @@ class GroupCore(GroupView):
 
     def _press(self) -> list[CommitCommand]:
         """Repeat messages that a member may have dropped when it counted a peer as lost. The leader repeats its round,
-        because members may have followed the lost peer's round. The other members repeat their progress, which also
-        names the leader."""
+        as members may have followed the lost peer's round. The others repeat their progress, which also names the
+        leader."""
         if self.leader not in (None, self.me):
             return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)

@@ -15,13 +15,14 @@ STALL_S_MIN = 5.0
 STALL_S_FIRST = 60.0
 STALL_S_DEATH = 1.5
 """Seconds from a member's death to the first repair request: its last contributions may be unreported. The time is
-short because a request costs one call: stage 0 does not run again what has not come back to it yet."""
+short because a request costs one call: stage 0 repeats no microbatch that is still on its way back."""
 STALL_S_BEGINNING = 3.0
 """Seconds until the first repair request when a generation (the training since a restore point) begins, or we enter it.
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum seconds until the group of stage 0 requests a repair: it would run again all that is in the pipeline."""
+"""Minimum seconds until stage 0's group requests a repair: most microbatches that it lacks are still in the
+pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -30,13 +31,13 @@ class Losses:
 
     Known losses: the microbatches that a dead member had contributed or (at stage 0) had been granted. Suspected
     losses: all missing microbatches, if no contribution has arrived for several step times, since a frame may be lost
-    unnoticed. A request for too many costs only time: a stage that already has a gradient computes it again and does
-    not add it.
+    unnoticed. A request for too many microbatches costs only time: a stage that already has a gradient computes it
+    again and does not add it.
     """
 
     microbatches: int
     is_first: bool = False
-    """Our stage is stage 0, which would run again missing microbatches that are mostly still in the pipeline."""
+    """Our stage is stage 0: most microbatches that it lacks are still in the pipeline, so it asks late for repairs."""
     begins_at: int = 0
     """The restore point's version. Stage 0's leader makes all grants of the step there, so it knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)

@@ -52,7 +52,7 @@ class MemberCore(ABC):
 
     def __init__(self, group: GroupCore, plan: Plan) -> None:
         self.group = group
-        """Other modules read it; only this core and its subclasses change it."""
+        """Decides on the group's rounds. Other modules may read it; only this core and its subclasses change it."""
         self._plan = plan
         self._remembers = False
         self.is_open = False
@@ -69,8 +69,8 @@ class MemberCore(ABC):
         return self._plan
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
-        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
-        nothing."""
+        """Process an event; return commands. Raises: Refused, RemoteError: the event is invalid; nothing has
+        changed."""
         match event:
             case GradientCounted() | Stepped() | MemberSilent():
                 return self._of_the_group(event, now_s)

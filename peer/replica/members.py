@@ -30,7 +30,7 @@ class Mate:
     count: int = -1
     """The number (`Progress.count`) of the message in which the member named that leader."""
     incarnation: int = -1
-    """The latest known number of the member's starts in this place; -1: none known."""
+    """The highest incarnation (number of its latest start in this group) that the member has reported; -1: none."""
     dropped_s: float | None = None
     """The time at which a plan that we followed dropped the member, if that was recently."""
 
@@ -107,18 +107,18 @@ class MembershipView:
 
     @property
     def overstays_at_s(self) -> float:
-        """The time at which the first draining member must be gone; there must be a draining member."""
+        """The time at which the first draining member must be gone. Call this only if a member drains."""
         return min(self._dropped_s(peer) for peer in self.draining) + DRAINING_S_MAX
 
     def is_gone(self, peer: PeerID) -> bool:
-        """True if nothing more will come from the peer: it died, has left, or is unreachable and not ready."""
+        """True if we expect nothing more from the peer: it died, has left, or is unreachable and not ready."""
         if self.is_ready(peer) or peer == self.me:
             return False
         mate = self._known.get(peer)
         return peer not in self.group_peers or (mate is not None and mate.is_absent)
 
     def incarnation_of(self, peer: PeerID) -> int:
-        """Return the latest known incarnation (number of a start) of the peer; -1: none is known."""
+        """Return the highest incarnation (number of a start) that the peer has reported; -1: none."""
         mate = self._known.get(peer)
         return mate.incarnation if mate is not None else -1
 
@@ -158,8 +158,8 @@ class MembershipView:
         self._changed()
 
     def announced(self, peer: PeerID, *, ready: bool, is_open: bool, learner: bool = False) -> bool:
-        """Record a member's announcement. Return True if the member is new or newly ready: we must send our
-        progress."""
+        """Record a member's announcement. Return True if we must send our progress: the member is new or newly
+        ready."""
         mate = self._of(peer)
         news = not mate.is_present or (ready and not mate.is_ready)
         mate.is_open, mate.is_ready, mate.is_learner = is_open, ready, ready and learner

@@ -11,7 +11,7 @@ brings back a member that has come to compute more than its share. The network o
 than the plan assumes, and the whole group waits for its part of the reduction. A claimant that has had its full share
 of a step may hold, at any time, no more than its share of the microbatches that are not granted yet. Beyond that it
 goes on with the next step. Members that take no traffic have no share. If a claim has waited for `PATIENCE_S` while
-microbatches could be granted, its claimant gets its share of them, however many it has had: the members for which they
+microbatches could be granted, the claimant gets its share of them, however many it has had: the members for which they
 are reserved may have gone unnoticed.
 
 Work lost with a replica of any stage runs again: the leader divides it among the open members and asks each to run its
@@ -93,8 +93,8 @@ class _Since:
 
 @dataclass(slots=True)
 class _Halt:
-    """A leaving member's request that no step begins. The record outlives the halt, until the member has been away, so
-    that it cannot ask for more time."""
+    """A leaving member's request that no step begins. The record stays after the halt, until a plan has dropped the
+    member, so that the member cannot ask for more time."""
 
     ends_s: float
     """The latest time at which the halt ends, with all renewals."""
@@ -159,8 +159,8 @@ class MicrobatchQueue:
         return tuple(peer for peer, halt in self._halts.items() if halt.is_open)
 
     def handle(self, event: QueueEvent, *, now_s: float) -> list[QueueCommand]:
-        """Process an event; return commands. Raises: Refused, RemoteError: a peer's invalid event, which changes
-        nothing."""
+        """Process an event; return commands. Raises: Refused, RemoteError: the event is invalid; nothing has
+        changed."""
         match event:
             case TimerFired():
                 return self._timer(now_s)
@@ -242,8 +242,7 @@ class MicrobatchQueue:
         return self.look_again(now_s)
 
     def note(self, source: PeerID, step: int, indices: bytes, granted: bytes, *, now_s: float) -> None:
-        """Record, from bitmaps, the microbatches of `step` that a member has contributed (`indices`) and was
-        granted."""
+        """Record the microbatches of `step` that a member has contributed (`indices`, a bitmap) and was granted."""
         count = self.book.microbatches
         made = indices_from(indices, count=count)
         taken = made | indices_from(granted, count=count)
@@ -439,7 +438,7 @@ class MicrobatchQueue:
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[QueueCommand]:
-        """Run a microbatch ourselves that a member hands back because that member pauses or lags."""
+        """Run a microbatch ourselves that a member hands back because it pauses or lags."""
         if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)
@@ -462,8 +461,8 @@ class MicrobatchQueue:
         """Limit the repairs for `source` to a share of all work (`REPAIRED_SHARE`): a peer could ask for needless
         repairs, and only its own stage would notice.
 
-        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, all may
-        run, now and then. Raises: Refused: none may run."""
+        Returns: how many of `asked` may run now; the sender asks again for the rest. If the run stands still, now and
+        then all may run. Raises: Refused: none may run."""
         seen = self._reached_s
         step_s = (seen[-1] - seen[0]) / (len(seen) - 1) if len(seen) > 1 else 10.0
         each_s = max(step_s, 1e-3) / self.book.microbatches / REPAIRED_SHARE
@@ -480,7 +479,8 @@ class MicrobatchQueue:
         return may_run
 
     def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
-        """Divide microbatches lost with a replica among all open members: the leader alone would take too long."""
+        """Divide among all open members the microbatches that were lost with a replica: one member would take too
+        long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[QueueCommand] = []

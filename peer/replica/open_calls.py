@@ -21,7 +21,8 @@ class OpenCalls:
         self._answers: dict[int, asyncio.Future[msgspec.Struct]] = {}
 
     async def answered(self, kind: type[A], begin: Callable[[int], None]) -> A:
-        """Number a call and wait for the core's answer. Args: begin: passes the call, with its number, to the core.
+        """Give a call a number, begin it, and wait for the core's answer. Args: begin: passes the call, with its
+        number, to the core.
         Raises: whatever `begin` raises; Refused: the call will not be answered."""
         call = next(self._numbers)
         answer = self._answers[call] = asyncio.get_running_loop().create_future()

@@ -14,7 +14,8 @@ LAGS = 4.0
 """A replica that takes more than this multiple of the quickest replica's time is a laggard: a smaller share would not
 help, since even one microbatch delays the step."""
 TRIES_APART = 20.0
-"""A far too slow replica is tried again after this multiple of its time, so waiting for it costs 1/20 of all time."""
+"""A far too slow replica is tried again after this multiple of its time for a microbatch, so that waiting for trials
+costs 1/20 of all time."""
 TRIES_APART_S = 5.0
 SLOWER = 1.5
 """A member that takes more than this multiple of the others' median time gets only the microbatches that it can finish
@@ -45,7 +46,8 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time: its average, and the wait for a new trial, at least double."""
+        """Record that the peer has not answered in time. This at least doubles its average, and the wait for a new
+        trial."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -84,7 +86,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each member's seconds per microbatch, from its grant or, if later, the member's last contribution."""
+    """Measures each member's seconds per microbatch: from the grant or, if later, the member's contribution before."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -127,11 +129,11 @@ class Router:
     """Chooses a ready replica for each microbatch, by the plan's shares and the number of microbatches that each
     replica owes us.
 
-    The replica with the least `(outstanding + 1) / share` gets the next microbatch; among replicas that are `ALIKE`,
-    the one furthest behind its share. At equal speeds this gives exactly the plan's split. A replica that slows down
-    has more microbatches outstanding and gets fewer at once, long before a new plan. A far slower replica gets almost
-    nothing (`PeerPace`), since the whole step waits for it; a replica long without work is tried. The order of
-    `shares`, which differs between senders (`in_turn`), decides ties."""
+    The replica with the least `(outstanding + 1) / share` gets the next microbatch; if several replicas are within
+    `ALIKE` of the least, the one furthest behind its share gets it. At equal speeds this gives exactly the plan's
+    split. A replica that slows down has more microbatches outstanding and gets fewer at once, long before a new plan. A
+    far slower replica gets almost nothing (`PeerPace`), since the whole step waits for it; a replica that has had no
+    work for long is tried. The order of `shares`, which differs between senders (`in_turn`), decides ties."""
 
     shares: Mapping[PeerID, float] = field(default_factory=dict)
     _ready: set[PeerID] = field(default_factory=set)
@@ -141,7 +143,7 @@ class Router:
     _pace: PeerPace = field(default_factory=PeerPace)
 
     def set_shares(self, shares: Mapping[PeerID, float]) -> None:
-        """Follow a new plan's shares. Restart the counts of given microbatches; keep the counts of outstanding ones."""
+        """Follow a new plan's shares. Count given microbatches from 0 again; keep the counts of outstanding ones."""
         self.shares = dict(shares)
         self._given = {}
         self._here = [peer for peer in shares if peer in self._ready]

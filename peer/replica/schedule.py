@@ -22,9 +22,9 @@ Microbatches that still arrive go back at once. Commits go on: the group waits f
 
 At stage 0 a forward also needs room in the window and, if its step is later than the version, permission of `Control`.
 
-A microbatch is accepted only from a replica of the stage before, by recent plans, and its gradient only from the
-replica to which we sent the microbatch. The driver asks the core before it keeps a tensor (`takes_from`, `awaits`), so
-it keeps no tensor of a sender that the core ignores.
+A microbatch is accepted only from a replica that a recent plan names in the stage before, and its gradient only from
+the replica to which we sent the microbatch. The driver asks the core before it keeps a tensor (`takes_from`, `awaits`),
+so it keeps no tensor of a sender that the core ignores.
 """
 
 import math
@@ -79,7 +79,7 @@ class Flight:
     sent_before: bool = False
     staleness_steps: int = 0
     target: PeerID | None = None
-    """The next stage's peer that owes us the gradient; None until we send the activation, and after its gradient is
+    """The next stage's peer that owes us the gradient; None before the activation is sent, and once the gradient is
     back."""
     doubted: PeerID | None = None
     """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
@@ -293,7 +293,8 @@ class Schedule:
         return [] if self.holds(job.microbatch) else [Forget(job.microbatch)]
 
     def _failed(self, job: Job) -> list[ScheduleCommand]:
-        """Return the microbatch to its state before the job. The driver has paused us, so it is handed back next."""
+        """Put the microbatch back into its state before the job. (The driver has paused us, so that the microbatch goes
+        back to its sender next.)"""
         assert job == self._running, f"{job} is not the job that runs"
         microbatch, flight, self._running, self._running_flight = job.microbatch, self._running_flight, None, None
         assert microbatch is not None, "a step is tried until it is made"
@@ -364,8 +365,7 @@ class Schedule:
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
         """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
-        `successor` sent us. Activations of the successor that arrived before this event stay: each is sent only
-        once."""
+        `successor` sent us. Keep the activations that the successor itself has sent, as each is sent only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

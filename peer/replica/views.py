@@ -90,15 +90,14 @@ class GroupView(MembershipView):
 
     @property
     def owes(self) -> bool:
-        """True while other members need us: for our contributions, for a round, or because no other full member has
-        reached our version."""
+        """True while others need us: for our contributions, for a round, or as the only full member at our version."""
         has_mates = bool(self.full_members) and not self.is_learner
         alone = has_mates and not self._agreement.num_past(self.version - 1, self.full_members)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
     def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of rounds that have not been compared by digests yet."""
+        """The other members of the rounds after which we have not yet compared digests."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
 

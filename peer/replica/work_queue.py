@@ -15,12 +15,13 @@ from shoal.protocol.staleness import staleness_bound
 
 @dataclass(kw_only=True, slots=True)
 class WorkQueue:
-    """Grants each training microbatch of each step once, in order, and validation once its version is reached.
+    """Grants each training microbatch of each step once, in order, and those that validate a version once it is
+    reached.
 
     Args:
         steps: number of the run's steps; step `steps` itself has only validation.
         microbatches: M, number per step.
-        s_max: how many steps ahead of the version may be granted at most.
+        s_max: microbatches are granted of steps that are at most this far ahead of the version.
         synchronous_steps: number of first steps that are never granted ahead.
         validation_interval: steps between validations; 0: never.
     """
@@ -53,7 +54,7 @@ class WorkQueue:
 
     def validate_again(self, known: Collection[int]) -> None:
         """Grant the validation of the run's last version again: a member with a part of that work may have died, and no
-        later version will be validated. Args: known: numbers of the validation microbatches whose losses are known."""
+        later version will be validated. Args: known: numbers of the validation microbatches with a known loss."""
         if self.validation_interval > 0 and self.version == self.steps:
             lost = (j for j in range(self.validation_microbatches) if j not in known)
             self._validation = [Microbatch(self.steps, -1 - j) for j in lost]

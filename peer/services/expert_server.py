@@ -85,7 +85,7 @@ class ExpertWork:
         return self.runtime.open_runs.layers_done(run) == num_layers
 
     def close_run(self, run: Run, *, retried: bool) -> None:
-        """End a microbatch's run through the expert. Its gradient counts if the expert's group lacks it."""
+        """End a microbatch's run through the expert. The expert's gradient counts if the expert's group lacks it."""
         staleness_steps = self.runtime.close(run, wanted=self.upwards.wants(run.microbatch))
         if staleness_steps is not None:
             self.upwards.contributed(run.microbatch, loss=0.0, staleness_steps=staleness_steps, retried=retried)
@@ -179,7 +179,7 @@ class ExpertServer:
         self._refusals.leave(room_of)
 
     async def _compute_when_admitted(self, request: _Request) -> Payload:
-        """Wait until no expert is too old for the request, then compute. Raises: Refused: an expert is not here."""
+        """Wait until no requested expert's version is too old, then compute. Raises: Refused: an expert is not here."""
         meta = request.meta
         while self._waits(request):
             await self._changed.wait()
