@@ -152,7 +152,7 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Take a status. It tells only the newest step, but arrives even if some stage has no child of this process."""
+        """Note a status's term, step and validation loss: it comes even if some stage has no child of this process."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:

@@ -246,7 +246,7 @@ class Node:
     async def wait_done(self) -> Found | None:
         """Wait until the last step is done and other peers know that, or until the owner has continued the run.
 
-        Returns: None: the run is done; else the newer revision of the spec, under which a new node must replace this.
+        Returns: None: the run is done; else the spec's newer revision, under which a new node must replace this one.
         Raises: ShoalError: this peer cannot go on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s

@@ -226,7 +226,8 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
     """Return the factor by which Yarn scales cosines and sines; None: the default, `yarn_factor(factor)`.
 
-    Some configs (DeepSeek's) give `mscale` and `mscale_all_dim` instead: the factor is the quotient of theirs.
+    Some configs (DeepSeek's) give `mscale` and `mscale_all_dim` instead: the factor is then the Yarn factor of the
+    first, divided by that of the second.
     """
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))

@@ -143,7 +143,7 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """The time from which the rate is measured: `SETTLED_S`, but at most half the run if no whole step follows."""
+        """The time from which the rate is measured: `SETTLED_S`; if no whole step follows it, at most half the run."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property

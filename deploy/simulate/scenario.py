@@ -52,7 +52,7 @@ class ExpertsSection(Section, frozen=True):
     """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
-    """The number of experts of each of its layers that a member holds."""
+    """The number of experts that a member holds in each of its layers."""
     holders: int | Literal["auto"] = "auto"
     """The least number of members that hold each expert, at most all members of the stage; "auto": a run's default. If
     `slots` are too few for it, members hold more experts. The coordinators choose the members by load."""

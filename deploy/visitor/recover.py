@@ -87,8 +87,8 @@ class Situation:
 
     @property
     def term(self) -> int:
-        """The mandated plan's term: `RESET_TERMS` above all known ones; 1 if too high: a higher epoch outranks
-        terms."""
+        """The mandated plan's term: `RESET_TERMS` above all known ones, or 1 if that is too high: the plan's new
+        override epoch outranks every term."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
