@@ -45,7 +45,7 @@ class Service:
     path: Path
     text: str
     invite: Path
-    """The file with the service's invite; only its user can read it."""
+    """The file with the service's invite. Only the user of the service can read the file."""
     on: tuple[tuple[str, ...], ...]
     off: tuple[tuple[str, ...], ...]
 

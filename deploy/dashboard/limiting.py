@@ -1,6 +1,6 @@
 """Finds what limits a peer's contribution, from its measurements and the coordinator's table. Pure.
 
-The first row that holds is the answer. Briefly, a device that computes nine tenths of the time is the limit itself; a
+The first row that holds is the answer. Roughly, a device that computes nine tenths of the time is the limit itself; a
 device that computes half of the time waits for other peers.
 
 | answer | holds when |

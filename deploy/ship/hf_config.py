@@ -45,7 +45,7 @@ _SILENT: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     "qwen3_moe": {"sliding_window": 4096, "router_aux_loss_coef": 0.001, "norm_topk_prob": False},
 }
-"""Family -> the defaults of `transformers` for omitted config fields, as far as families differ in them."""
+"""Family -> the values of config fields that `transformers` assumes if they are omitted, where families differ."""
 _ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
