@@ -67,7 +67,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
     A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
-    does not count as a holder. Nor does one that has just started or resumed: the status may describe the time before.
+    does not count as a holder. Nor does one that has just started or resumed: the status may be older than that.
 
     Args:
         status: the swarm's status, under the newest plan.

@@ -81,9 +81,9 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     peers: int
     """The number of members of all stages' groups."""
     given_up: int = 0
-    """Microbatches missing from the step, summed over the stages."""
+    """Microbatches missing from the step, summed over the groups."""
     duplicates: int = 0
-    """Microbatches computed twice, summed over the stages."""
+    """Microbatches computed twice, summed over the groups."""
     dissenting: int = 0
     """The number of members with weights that differed from those of the rest of their group after the commit."""
     unheard: int = 0

@@ -71,8 +71,8 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """The result of a run. Seconds are virtual and count from the start of the simulation; devices are indexes of the
-    topology."""
+    """The result of a run. Seconds are virtual and count from the start of the simulation; a device is given by its
+    index in the topology."""
 
     steps: tuple[StepCommitted, ...]
     tokens_per_step: int
