@@ -34,7 +34,7 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
 
     key: InviteKey
     made_s: float
-    """Seconds since 1970."""
+    """When the invite was made, in seconds since 1970."""
     revoked: bool = False
     is_default: bool = False
     """True if `shoal invite` hands out this invite as long as a seat of it is free."""
@@ -49,7 +49,7 @@ class NamedKey(msgspec.Struct, frozen=True, kw_only=True):
 
     key: bytes
     name: str = ""
-    """The member's name at its exclusion."""
+    """The name that the member had when it was excluded."""
     invite: bytes = b""
     """The key of the member's invite, or the invite's own key; empty: unknown."""
     readmitted: bool = False

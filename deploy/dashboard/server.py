@@ -59,7 +59,7 @@ class Dashboard:
     ) -> None:
         self.steering = steering or Steering()
         self.announcement = ""
-        """A line that tells a person the address."""
+        """A line for a person, with the address of the page."""
         self.feed, self._now_s = feed, now_s
         self._encoder = msgspec.json.Encoder()
         self._viewers = 0
@@ -179,7 +179,7 @@ class _Server(uvicorn.Server):
 
 
 class DashboardServer:
-    """`Dashboard` on a socket, from `start` to `close`."""
+    """Serves a `Dashboard` on a socket, from `start` to `close`."""
 
     def __init__(self, dashboard: Dashboard, address: Address) -> None:
         self._dashboard, self._address = dashboard, address

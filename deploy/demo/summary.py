@@ -37,7 +37,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The last line of `--json`."""
+    """The summary of a demo, which is the last line of `--json`."""
 
     steps: int
     finished: bool

@@ -30,7 +30,7 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     least_gb: float | None = None
     """The GB that the tightest member needs on its GPU if the optimizer's moments are in the machine's memory."""
     has_gb: float | None = None
-    """The GB of the tightest member's GPU."""
+    """The memory of the tightest member's GPU in GB (see `needs_gb`)."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):

@@ -68,7 +68,7 @@ class Book:
         """Era -> its number of stages according to plans; without a plan, according to its last stage's reports."""
         self._open: dict[Key, _Open] = {}
         self._newest: dict[int, Key] = {}
-        """Group -> key of its newest report."""
+        """Group -> (era, step) of its newest report."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
         """The number of steps that are missing from the record because no peer had a report of them."""

@@ -79,7 +79,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     staleness: float
     """The mean staleness over the stages, in steps."""
     peers: int
-    """The number of members of all stages' groups."""
+    """The number of members in the stages' groups, summed over the stages."""
     given_up: int = 0
     """Microbatches missing from the step, summed over the groups."""
     duplicates: int = 0

@@ -126,7 +126,7 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     """Forwards computed, retried microbatches included."""
     sent_bytes_total: float
     received_bytes_total: float
-    """Bytes of frames: activations, gradients, parts of all-reduces, state."""
+    """Bytes of all received frames: activations, gradients, parts of all-reduces, state."""
     memory_bytes: int
     """Resident memory of the process without its network daemon."""
     uptime_s: float

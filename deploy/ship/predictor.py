@@ -14,7 +14,7 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One version of a run."""
+    """The origin of a model: one version of a run."""
 
     run: str
     era: int

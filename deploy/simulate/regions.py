@@ -38,7 +38,7 @@ class Region(Section, frozen=True):
     last_mile_ms: float = 0.0
     """One-way latency that each end in this region adds to a path."""
     inside_ms: float = 0.1
-    """The one-way latency between two machines of the place."""
+    """The one-way latency between two machines at the region's place."""
     inside_mbps: float = 10_000.0
     machine_ms: float = 0.01
     """The one-way latency between two devices of one machine."""
