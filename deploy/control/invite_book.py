@@ -37,7 +37,7 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
     """When the invite was made, in seconds since 1970."""
     revoked: bool = False
     is_default: bool = False
-    """True if `shoal invite` hands out this invite as long as a seat of it is free."""
+    """True if `shoal invite` hands out this invite as long as the invite has a free seat."""
 
     @property
     def name(self) -> str:

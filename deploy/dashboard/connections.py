@@ -34,7 +34,7 @@ LIVE = "/live"
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection, with its time limit: it waits for a request, or is being answered."""
+    """A connection's present activity (it waits for a request, or is being answered), with the time limit."""
 
     connection: H11Protocol
     request: object

@@ -152,7 +152,7 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Note a status's term, step and validation loss: it comes even if some stage has no child of this process."""
+        """Note term, step and validation loss of a status, which comes even if a stage has no child of ours."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:

@@ -60,7 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one GPU type for one model. If no number of them can hold it, the optional figures are null."""
+    """The figures of one GPU type for one model. Optional figures are null if no number of them can hold it."""
 
     card: str
     layers: int
@@ -68,7 +68,7 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
-    """The rate of a pipeline of these GPUs, if only their speed limits it."""
+    """The rate of a pipeline of these GPUs, if nothing but the speed of the GPUs limits it."""
     up_mbit_s: float | None = None
     """The rate at which each GPU sends to both neighbours together; null if one GPU holds the whole model."""
     fetch_gb: float | None = None

@@ -221,7 +221,7 @@ _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def write_report(report: Report) -> None:
-    """Write `report` to standard output and flush. A parent's death needs no handling here: it ends this process."""
+    """Write `report` to standard output and flush. The parent's death needs no handling here: it ends this process."""
     sys.stdout.write(_ENCODER.encode(report).decode() + "\n")
     sys.stdout.flush()
 

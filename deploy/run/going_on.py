@@ -1,4 +1,4 @@
-"""Chooses the revision of the spec under which a stopped or finished run goes on, and explains it in sentences.
+"""Chooses the revision of the spec under which a stopped or finished run goes on, and explains this choice.
 
 `going_on` reads this machine's files of the run and starts nothing.
 """

@@ -46,7 +46,7 @@ class Region(Section, frozen=True):
     has_text: bool = True
     """True if the devices have the run's text, so that they may hold stage 0."""
     watts: float | None = None
-    """The power of a device while it trains, with its share of the machine; None: unknown."""
+    """The power of a device while it trains, with its share of the machine's power, in watts; None: unknown."""
     behind_nat: bool = False
     """True if each machine is behind its own router: two such machines cannot connect."""
 
