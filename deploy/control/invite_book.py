@@ -115,7 +115,7 @@ class InviteBook:
     ) -> GivenOut:
         """Make an invite. Args: lasts_s: seconds for which newcomers can join with the invite; 0: for ever.
 
-        Raises: LocalError: a term is out of bounds; there are too many invites; the disk is full.
+        Raises: LocalError: `lasts_s` or `seats` is out of bounds; there are too many invites; the disk is full.
         """
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")

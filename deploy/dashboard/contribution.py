@@ -1,4 +1,4 @@
-"""Measures one peer's contribution: jobs of its device, traffic with each other peer (link), memory.
+"""Measures one peer's contribution: the work of its device, traffic with each other peer (link), memory.
 
 `MeteredCompute` sits between a peer and its device. Nothing here asks another peer.
 """

@@ -163,7 +163,7 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def merged(steps: Sequence[StepLine]) -> StepLine:
-    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
+    """Merge consecutive step lines of one era: add the counts, and average the other figures over all the steps."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]

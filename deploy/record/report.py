@@ -148,7 +148,7 @@ class Recorded(_Report, frozen=True):
     """New lines of the run's record, from a peer that keeps a record or shows the page."""
 
     steps: tuple[StepLine, ...] = ()
-    """Steps in order, each once. A step of a new era replaces the earlier steps with the same or a higher number."""
+    """Steps in order, each once. A step of a new era (training generation) replaces all steps from its number on."""
     validations: tuple[ValidationLine, ...] = ()
 
 

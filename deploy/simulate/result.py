@@ -39,7 +39,7 @@ class StepCommitted(NamedTuple):
 
 
 class JobSpan(NamedTuple):
-    """One job of one device."""
+    """One job (forward, backward, …) of one device."""
 
     kind: JobKind
     started_s: float

@@ -137,7 +137,7 @@ class Scenario:
     trace: Path | None = None
     churn: ChurnSection | None = None
     expert_loads: tuple[float, ...] = ()
-    """The relative loads of the experts; empty: all equal, or none are placed."""
+    """The relative loads of the experts; empty: all equal, or the run places no experts on single peers."""
     strategies: tuple[Strategy, ...] = ()
     """The strategies to compare; empty: `strategy.DEFAULT`, or with churn `strategy.CHURN_DEFAULT`."""
 
