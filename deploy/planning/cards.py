@@ -60,7 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one GPU type for one model. Optional figures are null if no number of them can hold it."""
+    """The figures of one GPU type for one model. Optional figures are null if no number of such GPUs holds it."""
 
     card: str
     layers: int
@@ -72,7 +72,7 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     up_mbit_s: float | None = None
     """The rate at which each GPU sends to both neighbours together; null if one GPU holds the whole model."""
     fetch_gb: float | None = None
-    """A newcomer's download before its first microbatch: its layers' weights and moments, or adapters and base."""
+    """A newcomer's largest download before its first microbatch: a stage's weights, moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
     """The minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
 
@@ -154,8 +154,8 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that each fit into
-    `free_bytes`; None if a single layer does not fit."""
+    """Return the layers [first, last) of the fewest stages that each fit into `free_bytes`: stages of equal length if
+    these fit, else each as long as possible. None: a single layer does not fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)
