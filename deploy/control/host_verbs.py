@@ -43,7 +43,7 @@ class HostVerbs:
         control.on("readmit", self._readmit)
 
     def apply(self) -> None:
-        """Broadcast the current exclusion order again: some peers may have missed it."""
+        """Broadcast the current exclusion order, also repeatedly: some peers may have missed it."""
         if self._book is not None and (order := self._book.order) is not None:
             self._coordination.exclude(order)
 

@@ -70,7 +70,7 @@ class _Sample:
 class ContributionMeter:
     """Measures a peer's contribution at each call of `measure`.
 
-    Adds up the totals of traffic itself, over its own lifetime, since `LinkMeter` forgets idle links.
+    It adds up all traffic since it was made, because `LinkMeter` forgets idle links.
 
     Args: limits: returns the limits that the owner has set; None: there are none.
     """

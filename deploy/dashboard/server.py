@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections but viewers' before the server shuts down: uvicorn would wait until they close."""
+        """Close all connections except those of viewers, then shut down: uvicorn would wait until they close."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)
