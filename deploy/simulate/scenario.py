@@ -75,7 +75,7 @@ class ScenarioFile(Section, frozen=True):
     network: NetworkSection
     title: str = ""
     steps: int | None = None
-    """The number of steps that every strategy commits; None: `STEPS`; with `seconds` or churn as many as fit."""
+    """The number of steps that every strategy commits. None: `STEPS` or, with `seconds` or churn, as many as fit."""
     seconds: float | None = None
     """The virtual time at which a run ends at the latest. None: unlimited; with churn `strategies.CHURN_SECONDS`."""
     stages: int | None = None
@@ -254,7 +254,7 @@ def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpe
     """Return a decoder with the size that a network file gives, trained in microbatches of one sample.
 
     The feed-forward part of a layer has two matrices of 4 D² parameters each in the papers, and three of D · F each in
-    our models; F = 8 D / 3 makes the sizes equal. None: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    our models; F = 8 D / 3 makes the sizes equal. `paper` None: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
     """
     dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
     context = (paper.sequence_length_tokens if paper else 0) or 2048
