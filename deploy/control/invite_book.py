@@ -26,7 +26,7 @@ DEFAULT_LASTS_S = 7 * 24 * 3600
 DEFAULT_SEATS = 5
 """How many machines may be in the run at a time with the invite that `shoal host` prints."""
 _USEFUL_S = 24 * 3600
-"""Seconds: an invite that expires sooner is not handed out any more."""
+"""An invite that expires in less than this many seconds is not handed out any more."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):

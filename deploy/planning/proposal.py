@@ -44,7 +44,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageLine, ...]
     spares: tuple[int, ...]
     cost_s: float | None
-    """Seconds a step by the objective; None: the layout is impossible."""
+    """The seconds of a step according to the objective; None: the layout is impossible."""
     parts: dict[str, float]
     """The parts of the cost by name; the objective's docstring explains them."""
     why: str

@@ -19,7 +19,7 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""The tokens of the first `WORK_S` virtual seconds are compared, or those of the whole run if it is shorter."""
+"""We compare the tokens of the first `WORK_S` virtual seconds, or of the whole run if the run is shorter."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):

@@ -161,7 +161,7 @@ def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[
 
 
 class Recovery:
-    """Examines a run, and lets it go on if the owner wants it.
+    """Examines a run, and makes the run go on, or go back, if the owner wants that.
 
     Args: endpoint: the visitor's endpoint, with a throwaway identity.
     """
