@@ -46,7 +46,7 @@ from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
-"""The time in which a leaving peer may finish its work. After SIGTERM it has only `stop.LEAVE_SOON_S`."""
+"""The time in which a leaving peer may finish its work. After SIGTERM it has only `LEAVE_SOON_S` (`stop.py`)."""
 
 EXCLUDED = (
     "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "

@@ -125,7 +125,7 @@ def import_model(
     steps_of: Callable[[RunSpec], int] | None = None,
     on_progress: OnProgress = lambda share: None,
 ) -> RunSpec:
-    """Return a run spec whose initial weights are those in `folder`.
+    """Return a run spec that has the weights in `folder` as initial weights.
 
     Args:
         base: a run spec for everything that the folder does not determine; None: defaults for fine-tuning.
