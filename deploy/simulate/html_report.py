@@ -45,7 +45,7 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     gantt: Chart = Chart(start=0.0, end=1.0, unit=1.0, rows=())
     maps: tuple[Map, ...] = ()
     layout: tuple[tuple[int, str, int, str], ...]
-    """For each stage (stage, layers, number of devices, description of the devices)."""
+    """The stages, each as (stage, layers, number of devices, description of the devices)."""
 
 
 class PageFigures(msgspec.Struct, frozen=True, kw_only=True):
