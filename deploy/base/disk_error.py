@@ -1,4 +1,4 @@
-"""Turns an operating-system error into one sentence."""
+"""Turns an operating-system error into an error with one sentence for the user."""
 
 import contextlib
 from collections.abc import Iterator

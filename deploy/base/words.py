@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
-"""Matches a peer in the text of a plan's reason, which gives the last eight characters of the peer's identifier."""
+"""Matches a peer in the text of a plan's reason: the last eight characters of the peer's identifier stand for it."""
 NAMED_MAX = 3
 """The most names in a sentence that lists things; the rest are only counted."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")

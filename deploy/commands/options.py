@@ -202,7 +202,7 @@ def examples_of(command: Callable[..., Any]) -> str | None:
 
 
 def data_source(text: str) -> str:
-    """Return `--data` for a run spec: an absolute path, or a source that is no path.
+    """Return the value of `--data` as a run spec needs it: an absolute path, or an unchanged source that is no path.
 
     Raises: LocalError: there is no such file or folder.
     """

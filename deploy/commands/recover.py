@@ -1,4 +1,4 @@
-"""`shoal recover`: resets a run that cannot go on, or takes it back to an older era. It needs the owner's key."""
+"""`shoal recover`: resets a run that cannot go on, or takes it back to an older state, with the owner's key."""
 
 from pathlib import Path
 from typing import Annotated, Any

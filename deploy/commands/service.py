@@ -51,7 +51,7 @@ def show_(
 
 
 def _watches(limit: list[str] | None) -> bool:
-    """True if the peer watches keyboard and mouse."""
+    """True if these limits make the peer watch keyboard and mouse."""
     return with_overrides(load_settings().limits, limit or []).only_when_idle
 
 

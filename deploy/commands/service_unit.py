@@ -31,9 +31,9 @@ _CACHES: Final = {
     "CUDA_CACHE_PATH": "cuda",
     "HF_DATASETS_CACHE": "datasets",
 }
-"""Variable for a library's cache folder -> its folder within shoal's cache."""
+"""Environment variable that sets a library's cache folder -> the name of this folder within shoal's cache."""
 _TOLD: Final = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME")
-"""Variables to copy into the unit: they say where the user's files are, and a service manager may lack them."""
+"""Environment variables to copy into the unit, as a service manager may lack them: they locate the user's files."""
 _CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories: control characters, surrogates (no file can hold them), and line separators."""
 
@@ -45,7 +45,7 @@ class Service:
     path: Path
     text: str
     invite: Path
-    """The file with the service's invite; only its user can read it."""
+    """The file with the service's invite. Only the user of the service can read the file."""
     on: tuple[tuple[str, ...], ...]
     off: tuple[tuple[str, ...], ...]
 

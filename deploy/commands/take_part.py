@@ -92,8 +92,8 @@ class PartOptions:
     ] = False
 
     def records(self, *, default: bool) -> tuple[bool, str]:
-        """Return (True to keep a record, the Weights & Biases project or empty): from the command, else the settings,
-        else `default`.
+        """Return (True to keep a record, the Weights & Biases project or empty), each from the command or else the
+        settings. If neither says whether to keep a record, a project or `default` decides.
 
         Raises: LocalError: the package for Weights & Biases is missing.
         """

@@ -43,7 +43,7 @@ class HostVerbs:
         control.on("readmit", self._readmit)
 
     def apply(self) -> None:
-        """Broadcast the current exclusion order again: some peers may have missed it."""
+        """Broadcast the current exclusion order, also repeatedly: some peers may have missed it."""
         if self._book is not None and (order := self._book.order) is not None:
             self._coordination.exclude(order)
 
@@ -79,7 +79,7 @@ class HostVerbs:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Let a command on this machine (argument `peer`: its ID) into the run, even with an expired invite."""
+        """Admit a command on this machine, even with an expired invite. Argument `peer`: the command's PeerID."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 
@@ -123,7 +123,7 @@ class HostVerbs:
         return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
 
     async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Readmit `who`: a member's name, its ID or the end of it, or an invite's name."""
+        """Readmit `who`: the name of a member, all or the end of a member's ID, or the name of an invite."""
         wanted, book, names = str(arguments.get("who", "")), self._needed(), self._names()
         excluded = self._coordination.core.excluded
         found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}

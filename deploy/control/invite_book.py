@@ -26,7 +26,7 @@ DEFAULT_LASTS_S = 7 * 24 * 3600
 DEFAULT_SEATS = 5
 """How many machines may be in the run at a time with the invite that `shoal host` prints."""
 _USEFUL_S = 24 * 3600
-"""Seconds: an invite that expires sooner is not handed out any more."""
+"""An invite that expires in less than this many seconds is not handed out any more."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,10 +34,10 @@ class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
 
     key: InviteKey
     made_s: float
-    """Seconds since 1970."""
+    """When the invite was made, in seconds since 1970."""
     revoked: bool = False
     is_default: bool = False
-    """True if `shoal invite` hands out this invite as long as a seat of it is free."""
+    """True if `shoal invite` hands out this invite as long as the invite has a free seat."""
 
     @property
     def name(self) -> str:
@@ -49,7 +49,7 @@ class NamedKey(msgspec.Struct, frozen=True, kw_only=True):
 
     key: bytes
     name: str = ""
-    """The member's name at its exclusion."""
+    """The name that the member had when it was excluded."""
     invite: bytes = b""
     """The key of the member's invite, or the invite's own key; empty: unknown."""
     readmitted: bool = False
@@ -115,7 +115,7 @@ class InviteBook:
     ) -> GivenOut:
         """Make an invite. Args: lasts_s: seconds for which newcomers can join with the invite; 0: for ever.
 
-        Raises: LocalError: a term is out of bounds; there are too many invites; the disk is full.
+        Raises: LocalError: `lasts_s` or `seats` is out of bounds; there are too many invites; the disk is full.
         """
         if len(self.all) >= INVITES_MAX:
             raise LocalError(f"this run has given out {INVITES_MAX} invites already")

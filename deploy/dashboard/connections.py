@@ -8,9 +8,9 @@ connection that sends none.
 | is a viewer that does not receive what was sent | `ANSWER_S` |
 | is any other viewer | none |
 
-A viewer is a connection that requests `/live`. Above `CONNECTIONS_MAX` connections, one with a time limit is closed:
-of the host with the most such connections, the oldest that waits for a request, or else the oldest. So a host that
-floods the server loses its own connections first.
+A viewer is a connection that requests `/live`. Above `CONNECTIONS_MAX` connections, the server closes one that has a
+time limit. It takes the host with the most of these, and closes that host's oldest one that waits for a request or, if
+none waits, its oldest one. So a host that floods the server loses its own connections first.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ CONNECTIONS_MAX = 64
 """Enough for ten browsers: six connections each to load the page, then one. Many systems allow a process 1,024
 files."""
 REQUEST_S = 10.0
-"""Time limit of a request's hundred bytes, even if sent again five times: 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
+"""Time limit of a request of a hundred bytes. Five resends by TCP take 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0
 """Time limit of an answer: enough for 100 KB at 14 kbit/s."""
 
@@ -34,7 +34,7 @@ LIVE = "/live"
 
 
 class _Errand(NamedTuple):
-    """The present activity of a connection, with its time limit: it waits for a request, or is being answered."""
+    """A connection's present activity (it waits for a request, or is being answered), with the time limit."""
 
     connection: H11Protocol
     request: object
@@ -60,8 +60,8 @@ class Connections(ServerState):
         """Aborted connections that uvicorn still lists."""
 
     def look(self, now_s: float) -> None:
-        """Close connections past their time limit, and one more above `CONNECTIONS_MAX`. Called at each tick of the
-        server and at each new connection."""
+        """Close connections past their time limit and, above `CONNECTIONS_MAX` connections, one more. Called at each
+        tick of the server and at each new connection."""
         errands = self._errands()
         self._since_s = {errand: self._since_s.get(errand, now_s) for errand in errands}
         for errand, since_s in self._since_s.items():

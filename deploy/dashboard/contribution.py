@@ -1,4 +1,4 @@
-"""Measures one peer's contribution: jobs of its device, traffic with each other peer (link), memory.
+"""Measures one peer's contribution: the work of its device, traffic with each other peer (link), memory.
 
 `MeteredCompute` sits between a peer and its device. Nothing here asks another peer.
 """
@@ -70,7 +70,7 @@ class _Sample:
 class ContributionMeter:
     """Measures a peer's contribution at each call of `measure`.
 
-    Adds up the totals of traffic itself, over its own lifetime, since `LinkMeter` forgets idle links.
+    It adds up all traffic since it was made, because `LinkMeter` forgets idle links.
 
     Args: limits: returns the limits that the owner has set; None: there are none.
     """

@@ -57,7 +57,7 @@ CHANGES_SHOWN = 60
 NEW_S = 20.0
 """Seconds for which an arrived peer is shown as new, and a departed peer as gone."""
 _MANY = 4096
-"""The number of tensor elements at which the sizes of wire formats are compared."""
+"""Wire formats are compared by the size of a tensor with this many elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """List a plan that is not listed yet, and remember the newest: in a demo each peer reports all its plans."""
+        """List a plan, and remember the newest. Plans may come twice: in a demo every peer reports each plan."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):

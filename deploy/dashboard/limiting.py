@@ -1,14 +1,14 @@
 """Finds what limits a peer's contribution, from its measurements and the coordinator's table. Pure.
 
-The first row that holds is the answer. Briefly, a device that computes nine tenths of the time is the limit itself; a
-device that computes half of the time waits for other peers.
+The first row that holds is the answer. A device counts as the limit if it computes at least 85 % of the time, or 60 %
+with work in its queue; an upload, if it sends at least 80 % of the time.
 
 | answer | holds when |
 |---|---|
 | pause | the owner, or a limit that the owner has set, has paused the peer |
 | place, state | the peer has no stage or is leaving; the peer fetches its stage's state |
 | cap | work waits for a device with a limited share of the time; or *upload* holds, and the upload is limited |
-| device | the device computed nearly all the time, or most of it with work in its queue |
+| device | the device computes nearly all the time, or most of the time with work in its queue |
 | upload | the peer is nearly always sending |
 | swarm | the device waits for other peers: for the stage with the least capacity, if that is another one |
 """

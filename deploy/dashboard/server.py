@@ -59,7 +59,7 @@ class Dashboard:
     ) -> None:
         self.steering = steering or Steering()
         self.announcement = ""
-        """A line that tells a person the address."""
+        """A line for a person, with the address of the page."""
         self.feed, self._now_s = feed, now_s
         self._encoder = msgspec.json.Encoder()
         self._viewers = 0
@@ -168,7 +168,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Close all connections but viewers' before the server shuts down: uvicorn would wait until they close."""
+        """Close all connections except those of viewers, then shut down: uvicorn would wait until they close."""
         self._connections.end_all_but_viewers()
         await asyncio.sleep(0)  # lets the aborts take effect
         await super().shutdown(sockets)
@@ -179,7 +179,7 @@ class _Server(uvicorn.Server):
 
 
 class DashboardServer:
-    """`Dashboard` on a socket, from `start` to `close`."""
+    """Serves a `Dashboard` on a socket, from `start` to `close`."""
 
     def __init__(self, dashboard: Dashboard, address: Address) -> None:
         self._dashboard, self._address = dashboard, address

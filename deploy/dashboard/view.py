@@ -120,7 +120,7 @@ class ExpertView(msgspec.Struct, frozen=True):
     holders: tuple[int, ...] = ()
     """Holders, as indexes into `View.peers`."""
     coming: tuple[int, ...] = ()
-    """Future holders that are fetching the expert."""
+    """Future holders, which are still fetching the expert, as indexes into `View.peers`."""
 
 
 class ChangeView(msgspec.Struct, frozen=True):
@@ -214,7 +214,7 @@ class View(msgspec.Struct, frozen=True):
 
 
 class ValidationPoint(msgspec.Struct, frozen=True, array_like=True):
-    """One validation on the curves."""
+    """One point of the curve of validation losses."""
 
     at_s: float
     """Approximate time at which training reached the version, in seconds since 1970."""

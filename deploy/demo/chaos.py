@@ -23,8 +23,8 @@ COMES_BACK_EVERY = 3
 HEARD_S = 2.5
 """A peer that has been silent for longer (in seconds) may be gone, so it does not count as a holder of state."""
 SETTLED_S = 5.0
-"""A status may still describe the time before for this many seconds after a process starts or resumes: the status is up
-to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
+"""Seconds after a process starts or resumes during which a status may still describe the peer as it was before: the
+status is up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
 _LOOK_S = 0.2
 
 
@@ -51,7 +51,7 @@ class Act:
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
     """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension,
     half-way between the first and second kill or between the second and third. The first or second kill hits the
-    coordinator."""
+    coordinator. `rng` draws both alternatives."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0
@@ -67,7 +67,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
     A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
-    does not count as a holder. Nor does one that has just started or resumed: the status may describe the time before.
+    does not count as a holder. Nor does one that has just started or resumed: the status may be older than that.
 
     Args:
         status: the swarm's status, under the newest plan.

@@ -154,7 +154,7 @@ class Crew:
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Let the host make an invite for any number of peers: killed peers would use up the default number."""
+        """Let the host make an invite for any number of peers: killed peers would use up a limited number."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key

@@ -153,7 +153,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults after the first step. The last one comes early enough for a recovery before the demo ends."""
+        """Cause faults after the first step; if the demo's time is limited, end early enough for a recovery."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return

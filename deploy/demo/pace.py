@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 6
-"""Speed is measured over this many steps, to even out validation: about every tenth step takes half as long again."""
+"""Speed is averaged over this many steps: about every tenth step also validates, and takes half as long again."""
 PACE_SHARE = 0.9
 """A run has recovered from a fault once its speed is at least this share of the speed before the fault."""
 BEFORE_STEPS = 30

@@ -36,7 +36,7 @@ class StepBook:
 
     def __init__(self, *, lead_steps: int, patience_s: float) -> None:
         self._eras: dict[int, tuple[int, int]] = {}
-        """Era -> (start version, number of stages), from plans."""
+        """Era (training generation) -> (start version, number of stages), from plans."""
         self._lead_steps = lead_steps
         self._patience_s = patience_s
         self._reached: dict[int, _Key] = {}

@@ -37,7 +37,7 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The last line of `--json`."""
+    """The summary of a demo, which is the last line of `--json`."""
 
     steps: int
     finished: bool
@@ -152,7 +152,7 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Take a status. It tells only the newest step, but arrives even if some stage has no child of this process."""
+        """Note term, step and validation loss of a status, which comes even if a stage has no child of ours."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:

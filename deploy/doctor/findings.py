@@ -22,9 +22,9 @@ class Dial(Enum):
     REFUSED = "refused"
     """The machine exists, and nothing listens on the port."""
     SILENT = "silent"
-    """No answer: a firewall, a router, or no machine."""
+    """No answer came: a firewall or router drops the packets, or no machine has the address."""
     NO_ROUTE = "no route"
-    """Our own network has no route."""
+    """Our own network has no route to the address."""
     NO_NAME = "no name"
     UNTRIED = "untried"
     """No connection was tried: the address is not TCP, for example over a relay."""
@@ -32,7 +32,7 @@ class Dial(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AddressFound:
-    """One address of an invite."""
+    """One address of an invite, with the result of dialling it."""
 
     peer: PeerID
     host: str
@@ -51,7 +51,7 @@ class PeerFound:
     """shoal's version on the peer."""
     is_in_run: bool | None = None
     ahead_s: float | None = None
-    """Our clock minus the peer's."""
+    """Our clock minus the peer's clock, in seconds."""
     called_back: bool | None = None
     """True if the peer could connect to our port."""
     speaks: bool = False

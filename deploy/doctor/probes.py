@@ -60,7 +60,7 @@ async def examine(
 async def examine_network(invite: Invite | None, *, listen: Sequence[str], more: Sequence[str] = ()) -> NetworkFound:
     """Try the invite's addresses. If one may lead to a peer, or there is no invite, start a daemon and ask peers.
 
-    Args: listen: multiaddrs whose port is tested; more: addresses of other known peers of the run.
+    Args: listen: multiaddrs, to test their ports; more: addresses of other known peers of the run.
     """
 
     async def dialled(address: str) -> AddressFound:

@@ -92,7 +92,7 @@ def set_one(name: str, text: str) -> Settings:
 
 
 def unset_one(name: str) -> Settings:
-    """Remove `name` from the file. Returns: the settings from now on. Raises: LocalError."""
+    """Remove `name` from the file. Returns: the settings from now on. Raises: LocalError: no such setting."""
     table, text = _table_of(name), _read()
     return _write(_with_line(text, None, name, table=table)) if text is not None else Settings()
 
@@ -113,7 +113,7 @@ def in_toml(settings: Settings, name: str) -> str:
 
 
 def write_limits(limits: Mapping[str, Any]) -> Settings:
-    """Create the file with these limits. Returns: the settings from now on. Raises: LocalError."""
+    """Create the file with these limits. Returns: the new settings. Raises: LocalError: it cannot be written."""
     begin = (
         "# What the first `shoal join` asked. `shoal config show` has all settings, and what each means;\n"
         "# `shoal config set NAME VALUE` changes one.\n[limits]\n"

@@ -50,7 +50,7 @@ def untested(device: torch.device) -> str:
 
 
 def check_machine(limits: Limits, device: torch.device, threads: int) -> None:
-    """Check limits and `--threads`. Raises: LocalError: the machine has less memory or fewer processors."""
+    """Check limits and `--threads`. Raises: LocalError: they exceed the machine's memory or processors."""
     if limits.memory_gb * GB > (total := total_bytes(device)):
         raise LocalError(
             f"memory_gb is {limits.memory_gb:g}, and {device} has {math.floor(total / GB * 10) / 10:g} GB: set less; "

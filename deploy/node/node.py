@@ -46,7 +46,7 @@ from shoal.protocol.seals import SEALS, Seals
 from shoal.protocol.spec import RunSpec, run_id
 
 LEAVE_S = 30.0
-"""The time in which a leaving peer may finish its work, unless it must end sooner."""
+"""The time in which a leaving peer may finish its work. After SIGTERM it has only `LEAVE_SOON_S` (`stop.py`)."""
 
 EXCLUDED = (
     "this machine, or the invite with which it joined, has been excluded from the run: ask its host why; the others "
@@ -246,7 +246,7 @@ class Node:
     async def wait_done(self) -> Found | None:
         """Wait until the last step is done and other peers know that, or until the owner has continued the run.
 
-        Returns: None: the run is done; else the newer revision of the spec, under which a new node must replace this.
+        Returns: None: the run is done; else the spec's newer revision, under which a new node must replace this one.
         Raises: ShoalError: this peer cannot go on.
         """
         heartbeat_s = self.spec.swarm.heartbeat_s

@@ -25,7 +25,7 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 REACHED: Final = 0.4
-"""The share of a GPU's dense rate that a stage's jobs are assumed to reach. `tests/bench/gpu.py` measures it."""
+"""The share of a GPU's dense rate that a stage's computing is assumed to reach. `tests/bench/gpu.py` measures it."""
 KEPT_BYTES: Final = 1.0e9
 """The memory of a GPU that the model cannot use: the driver, torch's kernels and the desktop take it."""
 IN_FLIGHT: Final = 4
@@ -60,7 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one GPU type for one model. If no number of them can hold it, the optional figures are null."""
+    """The figures of one GPU type for one model. Optional figures are null if no number of such GPUs holds it."""
 
     card: str
     layers: int
@@ -68,11 +68,11 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
-    """The rate of a pipeline of these GPUs, if only their speed limits it."""
+    """The rate of a pipeline of these GPUs, if nothing but the speed of the GPUs limits it."""
     up_mbit_s: float | None = None
     """The rate at which each GPU sends to both neighbours together; null if one GPU holds the whole model."""
     fetch_gb: float | None = None
-    """A newcomer's download before its first microbatch: its layers' weights and moments, or adapters and base."""
+    """A newcomer's largest download before its first microbatch: a stage's weights, moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
     """The minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
 
@@ -154,8 +154,8 @@ def figures_of(card: Card, workload: Workload) -> CardFigures:
 
 
 def stages_of(workload: Workload, free_bytes: float) -> list[tuple[int, int]] | None:
-    """Return the layers [first, last) of each stage, as even as possible, with the fewest stages that each fit into
-    `free_bytes`; None if a single layer does not fit."""
+    """Return the layers [first, last) of the fewest stages that each fit into `free_bytes`: stages of equal length if
+    these fit, else each as long as possible. None: a single layer does not fit."""
     fullest, begin = [], 0
     while begin < workload.num_layers:
         held = held_from(workload, begin, free_bytes)

@@ -112,7 +112,7 @@ def _dtfm(request: LayoutRequest) -> Placement:
 
 
 def _greedy(request: LayoutRequest) -> Placement:
-    """Return a layout by `greedy.py`, the rules by which a live coordinator at once answers a change of members."""
+    """Return a layout by the rules of `greedy.py`. A live coordinator follows them at once if its members change."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(

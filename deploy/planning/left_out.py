@@ -224,7 +224,7 @@ def _rounded_up(value: float) -> float:
 
 
 def _groups(topology: Topology, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return the groups of devices that are equal in all but their paths, the largest group first."""
+    """Return the groups of devices with equal region and values (paths may differ), the largest group first."""
     found: dict[object, list[int]] = {}
     for d in devices:
         place = topology.regions[d] or topology.names[d]

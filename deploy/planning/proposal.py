@@ -30,7 +30,7 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     least_gb: float | None = None
     """The GB that the tightest member needs on its GPU if the optimizer's moments are in the machine's memory."""
     has_gb: float | None = None
-    """The GB of the tightest member's GPU."""
+    """The memory of the tightest member's GPU in GB (see `needs_gb`)."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,7 +44,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[StageLine, ...]
     spares: tuple[int, ...]
     cost_s: float | None
-    """Seconds a step by the objective; None: the layout is impossible."""
+    """The seconds of a step according to the objective; None: the layout is impossible."""
     parts: dict[str, float]
     """The parts of the cost by name; the objective's docstring explains them."""
     why: str

@@ -63,19 +63,19 @@ class Book:
         self._next: Key = reached or (0, 0)
         """(era, step) to release next, if the era of the newest released step goes on."""
         self._begins: dict[int, int] = {}
-        """Era -> the version from which it started, according to plans."""
+        """Era (training generation) -> the version from which it started, according to plans."""
         self._stages: dict[int, int] = {}
-        """Era -> its number of stages according to plans; without a plan, according to its last stage's reports."""
+        """Era -> number of stages according to the era's plans or, without a plan, to reports of the last stage."""
         self._open: dict[Key, _Open] = {}
         self._newest: dict[int, Key] = {}
-        """Group -> key of its newest report."""
+        """Group -> (era, step) of its newest report."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
         """The number of steps that are missing from the record because no peer had a report of them."""
 
     @property
     def reached(self) -> Key:
-        """(era, steps done) of the newest released step."""
+        """(era, steps done) of the newest released step; the era is the training generation."""
         return self._next
 
     @property
@@ -84,7 +84,7 @@ class Book:
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """Return the first (era, step) of which some group of `groups` may have a report that is not here yet."""
+        """Return the first (era, step) of which some group of `groups` may have a report that this book lacks."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
@@ -99,7 +99,7 @@ class Book:
         return None
 
     def begins(self, era: int, version: int, num_stages: int) -> None:
-        """Record that `era` starts at model `version` and has `num_stages` stages, as its plan says."""
+        """Record what a plan says: `era` (a training generation) starts at `version` and has `num_stages` stages."""
         self._begins[era], self._stages[era] = version, num_stages
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
@@ -152,14 +152,14 @@ class Book:
                     entry.passed_s = now_s
 
     def _firsts(self) -> dict[int, int]:
-        """Return {era: its first reported step that is not released yet}."""
+        """Return {era: the first reported step of this era that is not released yet}."""
         firsts: dict[int, int] = {}
         for era, step in self._open:
             firsts[era] = min(step, firsts.get(era, step))
         return firsts
 
     def _first(self, era: int) -> Key:
-        """Return (era, step) of the next step to release in `era`; for a new era, its start according to its plan."""
+        """Return (era, step) of the next step to release in `era`; in a new era, of the first step by its plan."""
         if era == self._next[0]:
             return self._next
         return era, self._begins.get(era, self._next[1])

@@ -88,7 +88,7 @@ def need_wandb() -> None:
 
 
 class WandbRun:
-    """One run at Weights & Biases, in `project`. A restarted peer continues it: its id has the run's id and the peer's.
+    """One run at Weights & Biases, in `project`. A restarted peer continues it: the id is the run's id and the peer's.
 
     Raises: LocalError: wandb does not start, for example without a login.
     """

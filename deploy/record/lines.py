@@ -79,11 +79,11 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     staleness: float
     """The mean staleness over the stages, in steps."""
     peers: int
-    """The number of members of all stages' groups."""
+    """The number of members in the stages' groups, summed over the stages."""
     given_up: int = 0
-    """Microbatches missing from the step, summed over the stages."""
+    """Microbatches missing from the step, summed over the groups."""
     duplicates: int = 0
-    """Microbatches computed twice, summed over the stages."""
+    """Microbatches computed twice, summed over the groups."""
     dissenting: int = 0
     """The number of members with weights that differed from those of the rest of their group after the commit."""
     unheard: int = 0
@@ -163,7 +163,7 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def merged(steps: Sequence[StepLine]) -> StepLine:
-    """Merge consecutive step lines of one era: sums of counts, and means weighted by each line's steps."""
+    """Merge consecutive step lines of one era: add the counts, and average the other figures over all the steps."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]

@@ -1,8 +1,8 @@
 """Remembers the commits of a peer's groups, for other peers that keep a record and missed them.
 
-A peer that keeps a record asks one member of each group, because every member knows its group's commits: a step is
-forgotten only if all members of a group are gone. A coordinator knows all commits of its term, but if it is killed,
-they are lost.
+A peer that keeps a record asks one member of each group, because every member remembers the group's commits: a commit
+is forgotten only if all members of its group are gone. A coordinator knows all commits of its term, but if it is
+killed, they are lost.
 """
 
 from bisect import bisect_left, insort

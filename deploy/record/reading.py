@@ -44,13 +44,13 @@ class Record:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """(era, step) of the newest step; (0, 0) if there is none."""
+        """(training generation, step) of the newest step; (0, 0) if there is none."""
         newest = max((line for line in (*self.steps, *self.redone)), key=_order, default=None)
         return (newest.era, newest.step) if newest is not None else (0, 0)
 
     @property
     def validated(self) -> tuple[int, int]:
-        """(era, version) of the newest validation; (0, -1) if there is none."""
+        """(training generation, version) of the newest validation; (0, -1) if there is none."""
         return max(((line.era, line.step) for line in self.validations), default=(0, -1))
 
 

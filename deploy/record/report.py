@@ -126,7 +126,7 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     """Forwards computed, retried microbatches included."""
     sent_bytes_total: float
     received_bytes_total: float
-    """Bytes of frames: activations, gradients, parts of all-reduces, state."""
+    """Bytes of all received frames: activations, gradients, parts of all-reduces, state."""
     memory_bytes: int
     """Resident memory of the process without its network daemon."""
     uptime_s: float
@@ -148,7 +148,7 @@ class Recorded(_Report, frozen=True):
     """New lines of the run's record, from a peer that keeps a record or shows the page."""
 
     steps: tuple[StepLine, ...] = ()
-    """Steps in order, each once. A step of a new era replaces the earlier steps with the same or a higher number."""
+    """Steps in order, each once. A step of a new era (training generation) replaces all steps from its number on."""
     validations: tuple[ValidationLine, ...] = ()
 
 
@@ -221,7 +221,7 @@ _DECODER: msgspec.json.Decoder[Report] = msgspec.json.Decoder(Report)
 
 
 def write_report(report: Report) -> None:
-    """Write `report` to standard output and flush. A parent's death needs no handling here: it ends this process."""
+    """Write `report` to standard output and flush. The parent's death needs no handling here: it ends this process."""
     sys.stdout.write(_ENCODER.encode(report).decode() + "\n")
     sys.stdout.flush()
 

@@ -104,8 +104,8 @@ class RecordFile:
 
 
 def thin(path: Path) -> int:
-    """Rewrite the record with its older half thinned: two step lines become one; notes, plans with the era, peers and
-    stages of the plan before, and all lines about a peer but the first and the last are dropped.
+    """Rewrite the record with its older half thinned: each two step lines become one. Dropped are the notes, each plan
+    with the era, peers and stages of the plan before it, and all lines about a peer except the first and the last.
 
     Returns: the record's size in bytes. Raises: OSError: the disk fails.
     """

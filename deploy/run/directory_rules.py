@@ -1,8 +1,8 @@
 """Decides which records a run's directory (a DHT) accepts. Each node checks a record before it stores, forwards or
 reads the record.
 
-A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. The spec's key in the
-directory accepts only such copies: nobody can crowd them out. Any other record is a peer's signed statement about
+A run's name is the hash of its spec and owner, so everybody can check a copy of the spec. Under the key of the spec
+nodes accept only valid copies, so nobody can crowd them out. Any other record is a peer's signed statement about
 itself, under its ID.
 """
 

@@ -1,4 +1,4 @@
-"""Chooses the revision of the spec under which a stopped or finished run goes on, and explains it in sentences.
+"""Chooses the revision of the spec under which a stopped or finished run goes on, and explains this choice.
 
 `going_on` reads this machine's files of the run and starts nothing.
 """
@@ -204,7 +204,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """Return a sentence for a volunteer that finds no peers; empty if the run was unfinished when last seen."""
+    """Return a sentence that the run was finished, for a volunteer that finds no peers; empty: it was not."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""

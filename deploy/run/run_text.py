@@ -19,7 +19,7 @@ from shoal.protocol.spec import DataSpec, RunSpec
 def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
     """Load the host's text; return the spec with the text's digests, and the text.
 
-    Raises: DataError: the text is missing or invalid, or is not the one whose digest the spec has.
+    Raises: DataError: the text is missing or invalid, or its digest differs from the one in the spec.
     """
     with progress_bar("reading the text") as tell:
         corpus = _load(spec.data, spec, on_progress=tell)

@@ -321,7 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write `steps` and all waiting lines, in another thread since a disk may be slow, and report these lines."""
+        """Write `steps` and waiting lines, in another thread since a disk may be slow. Report steps and validations."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:

@@ -87,7 +87,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between status requests of a peer that reports to a parent. Each of them asks, because any may die."""
+"""Seconds between status requests of a peer that reports to a parent. All its peers ask, because any one may die."""
 _POLLS_MAX = 20
 """The most status requests per second from all peers together; so in a large swarm each peer asks rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"

@@ -23,7 +23,7 @@ class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` has no model of the base's shape.
 
     Args:
-        near: folders of snapshots; layers of the base are sought in the run folders above, where peers keep them.
+        near: folders of snapshots. Peers keep base layers in the run folders around these; we look for them there.
         folder: the user's path of the model; None: search for it.
     """
 

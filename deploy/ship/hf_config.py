@@ -45,7 +45,7 @@ _SILENT: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     "qwen3_moe": {"sliding_window": 4096, "router_aux_loss_coef": 0.001, "norm_topk_prob": False},
 }
-"""Family -> the defaults of `transformers` for omitted config fields, as far as families differ in them."""
+"""Family -> the values of config fields that `transformers` assumes if they are omitted, where families differ."""
 _ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
@@ -226,7 +226,8 @@ def _read_rope(said: _Said) -> RopeScaling | None:
 def _attention_factor(found: Mapping[str, Any], factor: float) -> float | None:
     """Return the factor by which Yarn scales cosines and sines; None: the default, `yarn_factor(factor)`.
 
-    Some configs (DeepSeek's) give `mscale` and `mscale_all_dim` instead: the factor is the quotient of theirs.
+    Some configs (DeepSeek's) give `mscale` and `mscale_all_dim` instead: the factor is then the Yarn factor of the
+    first, divided by that of the second.
     """
     given = found.get("attention_factor")
     above, below = (float(found.get(name) or 0.0) for name in ("mscale", "mscale_all_dim"))

@@ -31,7 +31,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 _SMALLEST: Final = "layers.0"
-"""The layer that is read to tell a copy of the base from other models of its shape: embedding and head are larger."""
+"""This layer tells a copy of the base from other models of the same shape. It is smaller than embedding and head."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The allowed dtypes of weights. Integers are refused: a conversion would silently give wrong weights."""
@@ -125,7 +125,7 @@ def import_model(
     steps_of: Callable[[RunSpec], int] | None = None,
     on_progress: OnProgress = lambda share: None,
 ) -> RunSpec:
-    """Return a run spec whose initial weights are those in `folder`.
+    """Return a run spec that has the weights in `folder` as initial weights.
 
     Args:
         base: a run spec for everything that the folder does not determine; None: defaults for fine-tuning.

@@ -38,7 +38,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Base(msgspec.Struct, frozen=True, kw_only=True):
-    """The run's initial model."""
+    """The model that gave the run its initial weights."""
 
     name: str
     licence: str

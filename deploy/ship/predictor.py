@@ -14,7 +14,7 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """One version of a run."""
+    """The origin of a model: one version of a run."""
 
     run: str
     era: int
@@ -57,6 +57,6 @@ class Predictor(Protocol):
 
 
 def check_vocabulary(predictor: Predictor, token_max: int, where: str) -> None:
-    """Raise LocalError if the model lacks a text's largest token, `token_max`. Args: where: the text, for the error."""
+    """Raise LocalError if the model lacks a text's largest token, `token_max`. Args: where: describes the text."""
     if token_max >= predictor.model.vocab_size:
         raise LocalError(f"{where} has token {token_max}, and the model knows {predictor.model.vocab_size}")

@@ -36,7 +36,7 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     era: int
     version: int
     time: float
-    """Seconds since 1970."""
+    """The time of the evaluation, in seconds since 1970."""
     scores: tuple[Score, ...]
 
 

@@ -1,4 +1,4 @@
-"""Makes the timelines of the HTML page: the jobs of each device in the last steps of a run."""
+"""Makes the timelines of the HTML page: the jobs (forward, backward, …) of each device in the last steps of a run."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ _UNITS = 100_000
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
-    """The jobs of one device."""
+    """One row of the timelines: the jobs (forward, backward, …) of one device."""
 
     label: str
     stage: int

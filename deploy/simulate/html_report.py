@@ -41,11 +41,11 @@ class Shown(msgspec.Struct, frozen=True, kw_only=True):
     pace: tuple[tuple[float, float, float], ...] = ()
     """Intervals (from, to, tokens/s) in virtual seconds."""
     events: tuple[tuple[float, str, str], ...] = ()
-    """(virtual time in seconds, kind, text)."""
+    """The events of the run, each as (virtual time in seconds, kind, text)."""
     gantt: Chart = Chart(start=0.0, end=1.0, unit=1.0, rows=())
     maps: tuple[Map, ...] = ()
     layout: tuple[tuple[int, str, int, str], ...]
-    """(stage, layers, number of devices, description of the devices)."""
+    """The stages, each as (stage, layers, number of devices, description of the devices)."""
 
 
 class PageFigures(msgspec.Struct, frozen=True, kw_only=True):

@@ -16,7 +16,7 @@ class SimLedger:
     """Records the events of one run.
 
     Args:
-        steps: the number of steps that every group must commit until `reached` is set.
+        steps: the number of steps that every group must commit before `reached` is set.
         keeps_timeline: True: keep each job of each device.
         on_step: called for each step that every group has committed.
     """

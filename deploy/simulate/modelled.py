@@ -97,8 +97,8 @@ def chunk_bytes_on(topology: Topology) -> int:
     """Return the piece size of sums and states on this network, in bytes of fp32.
 
     The real time of a simulation grows with the number of frames, so pieces are larger than a real peer's. But urgent
-    frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So a piece in fp32
-    is what the slowest uplink sends in 0.4 s (an eighth of that in 4 bits), but at least a real peer's, at most 8 MiB.
+    frames have to wait for a piece in transit, while a real peer's line is free again after 25 ms. So the slowest
+    uplink sends a piece in 0.4 s in fp32 (in 0.05 s in 4 bits). A piece is at least a real peer's, and at most 8 MiB.
     """
     slowest = float(np.min(topology.up_bytes_per_s, initial=np.inf))
     return int(min(8 << 20, max(BULK_CHUNK_BYTES, 0.4 * slowest)))

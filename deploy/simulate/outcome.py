@@ -57,7 +57,7 @@ class Outcome:
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an `Outcome`. None: there is no such figure. Means are over the steps after the warm-up."""
+    """The figures of an `Outcome`. None: there is no such figure. Rates are measured after the warm-up."""
 
     strategy: str
     layout: str
@@ -75,7 +75,7 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
-    """The mean bytes of a step, over all frames between devices."""
+    """The mean bytes of a step after the first commit, summed over all frames between devices."""
     idle_share: float | None
     """The share of time after the warm-up in which devices with a stage do nothing; None: there is no timeline."""
     bound_by: str

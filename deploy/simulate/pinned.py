@@ -11,7 +11,7 @@ from shoal.protocol.plan import Member, Plan, Stage
 
 
 class PinnedAllocator:
-    """Implements `Allocator` by one placement. Absent devices are left out; peers that the placement lacks are spares.
+    """Implements `Allocator` by one placement, without absent devices. A peer outside the placement gets no stage.
 
     Args:
         peers: device index -> peer.

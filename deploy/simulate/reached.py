@@ -1,7 +1,7 @@
 """Compares a live run, in which the swarm's own coordinators choose the layouts, with a run that has the planned layout
 from the beginning.
 
-`shoal plan --simulated` reads the result of such a comparison, and says where the live run is among its table's rows.
+`shoal plan --simulated` reads the result of such a comparison, and says between which of its rows the live run lies.
 """
 
 import math
@@ -19,7 +19,7 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""The tokens of the first `WORK_S` virtual seconds are compared, or those of the whole run if it is shorter."""
+"""We compare the tokens of the first `WORK_S` virtual seconds, or of the whole run if the run is shorter."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
@@ -131,7 +131,7 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Return sentences on where the live run is among a plan's rows. Args: tokens_per_s: row -> its predicted rate."""
+    """Return sentences that rank the live run among a plan's rows. Args: tokens_per_s: row -> its predicted rate."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []

@@ -38,7 +38,7 @@ class Region(Section, frozen=True):
     last_mile_ms: float = 0.0
     """One-way latency that each end in this region adds to a path."""
     inside_ms: float = 0.1
-    """The one-way latency between two machines of the place."""
+    """The one-way latency between two machines at the region's place."""
     inside_mbps: float = 10_000.0
     machine_ms: float = 0.01
     """The one-way latency between two devices of one machine."""
@@ -46,7 +46,7 @@ class Region(Section, frozen=True):
     has_text: bool = True
     """True if the devices have the run's text, so that they may hold stage 0."""
     watts: float | None = None
-    """The power of a device while it trains, with its share of the machine; None: unknown."""
+    """The power of a device while it trains, with its share of the machine's power, in watts; None: unknown."""
     behind_nat: bool = False
     """True if each machine is behind its own router: two such machines cannot connect."""
 

@@ -39,7 +39,7 @@ class StepCommitted(NamedTuple):
 
 
 class JobSpan(NamedTuple):
-    """One job of one device."""
+    """One job (forward, backward, …) of one device."""
 
     kind: JobKind
     started_s: float
@@ -71,8 +71,8 @@ class Ending(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SimResult:
-    """The result of a run. Seconds are virtual and count from the start of the simulation; devices are indexes of the
-    topology."""
+    """The result of a run. Seconds are virtual and count from the start of the simulation; a device is given by its
+    index in the topology."""
 
     steps: tuple[StepCommitted, ...]
     tokens_per_step: int
@@ -143,7 +143,7 @@ class SimResult:
 
     @property
     def settled_from_s(self) -> float:
-        """The time from which the rate is measured: `SETTLED_S`, but at most half the run if no whole step follows."""
+        """The time from which the rate is measured: `SETTLED_S`; if no whole step follows it, at most half the run."""
         return SETTLED_S if math.isfinite(self.tokens_per_s_from(SETTLED_S)) else min(SETTLED_S, self.ending.at_s / 2.0)
 
     @property

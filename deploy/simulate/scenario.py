@@ -52,7 +52,7 @@ class ExpertsSection(Section, frozen=True):
     """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
-    """The number of experts of each of its layers that a member holds."""
+    """The number of experts that a member holds in each of its layers."""
     holders: int | Literal["auto"] = "auto"
     """The least number of members that hold each expert, at most all members of the stage; "auto": a run's default. If
     `slots` are too few for it, members hold more experts. The coordinators choose the members by load."""
@@ -75,7 +75,7 @@ class ScenarioFile(Section, frozen=True):
     network: NetworkSection
     title: str = ""
     steps: int | None = None
-    """The number of steps that every strategy commits; None: `STEPS`; with `seconds` or churn as many as fit."""
+    """The number of steps that every strategy commits. None: `STEPS` or, with `seconds` or churn, as many as fit."""
     seconds: float | None = None
     """The virtual time at which a run ends at the latest. None: unlimited; with churn `strategies.CHURN_SECONDS`."""
     stages: int | None = None
@@ -137,7 +137,7 @@ class Scenario:
     trace: Path | None = None
     churn: ChurnSection | None = None
     expert_loads: tuple[float, ...] = ()
-    """The relative loads of the experts; empty: all equal, or none are placed."""
+    """The relative loads of the experts; empty: all equal, or the run places no experts on single peers."""
     strategies: tuple[Strategy, ...] = ()
     """The strategies to compare; empty: `strategy.DEFAULT`, or with churn `strategy.CHURN_DEFAULT`."""
 
@@ -254,7 +254,7 @@ def run_of_workload(paper: WorkloadEntry | None) -> tuple[ModelSpec, TrainingSpe
     """Return a decoder with the size that a network file gives, trained in microbatches of one sample.
 
     The feed-forward part of a layer has two matrices of 4 D² parameters each in the papers, and three of D · F each in
-    our models; F = 8 D / 3 makes the sizes equal. None: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
+    our models; F = 8 D / 3 makes the sizes equal. `paper` None: GPT-3 XL on 2^20 tokens a step, as in the DT-FM paper.
     """
     dim = _HEAD_SIZE * max(1, round((paper.hidden_dim_of_model if paper else 0) / _HEAD_SIZE)) if paper else 2048
     context = (paper.sequence_length_tokens if paper else 0) or 2048

@@ -59,7 +59,7 @@ def parse_dirt(text: str | None) -> Dirt:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPatience:
-    """The limits for the strategies after the first one: a far slower strategy is cut off."""
+    """The limits that cut off a strategy after the first one, if it is far slower than the first."""
 
     name: str
     """The name of the first strategy."""

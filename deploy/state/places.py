@@ -83,8 +83,8 @@ def claim_folder(path: Path) -> FolderLock:
 def close_to_others(folder: Path) -> None:
     """Remove other users' permissions on a folder of shoal's and on files that an older shoal left in it.
 
-    The folder itself is closed last, so that an interrupted pass is repeated. Files of another user (as in a Kubernetes
-    volume) and targets of links stay unchanged.
+    A closed folder is skipped; so it is closed last, and an interrupted pass is repeated. Files of another user (as in
+    a Kubernetes volume) and targets of links stay unchanged.
     """
     if not _is_open(folder):
         return

@@ -66,7 +66,7 @@ def trouble(view: View) -> str:
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line per stage with experts: each one's share of tokens and number of copies, fetches included."""
+    """Return a line per stage with experts: each expert's share of tokens, and number of present and future holders."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

@@ -24,7 +24,7 @@ class _Cause:
 class LogLines(logging.Handler):
     """A log handler that suppresses repeats.
 
-    It looks up `sys.stderr` at each line, because a live view replaces it. Lines from one place in the code count as
+    It looks up `sys.stderr` at each line, because a live view replaces it. Lines with one message template count as
     one cause, whichever peer or step they name. A cause is written at most once in `REPEATS_S`, with the number of its
     lines suppressed since. Control characters become `?`: a line may contain other peers' text.
 

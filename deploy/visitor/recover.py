@@ -81,14 +81,14 @@ class Situation:
 
     @property
     def version(self) -> int:
-        """The highest version that a reachable peer has in the era of `base`."""
+        """The highest version that a reachable peer has in the era (training generation) of `base`."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
 
     @property
     def term(self) -> int:
-        """The mandated plan's term: `RESET_TERMS` above all known ones; 1 if too high: a higher epoch outranks
-        terms."""
+        """The mandated plan's term: `RESET_TERMS` above all known ones, or 1 if that is too high: the plan's new
+        override epoch outranks every term."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
@@ -114,7 +114,7 @@ def assess(found: Iterable[Found], owner: PeerID, *, era: int | None = None, lay
 
     Args:
         found: the reachable peers.
-        era: the era to go back to, even if a majority is reachable; None: go on where the run is.
+        era: the era (training generation) to go back to, even if a majority is reachable; None: no going back.
         layers: the layers that a whole snapshot has.
     Raises: LocalError: there is nothing to recover; the sentence says why.
     """
@@ -161,7 +161,7 @@ def _beginning(found: Iterable[Found], live: Plan, era: int, layers: Collection[
 
 
 class Recovery:
-    """Examines a run, and lets it go on if the owner wants it.
+    """Examines a run, and makes the run go on, or go back, if the owner wants that.
 
     Args: endpoint: the visitor's endpoint, with a throwaway identity.
     """
@@ -175,7 +175,7 @@ class Recovery:
     async def look(self, *, era: int | None = None) -> Situation:
         """Ask all peers in the directory, and assess the run.
 
-        Args: era: the era to go back to; None: go on where the run is.
+        Args: era: the era (training generation) to go back to; None: do not go back.
         Raises: LocalError: there is nothing to recover.
         """
         until_s = self._clock.now_s() + FIND_S

@@ -56,7 +56,7 @@ class SwarmModel:
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
         self.answered: set[tuple[int, int]] = set()
-        """(era, version) of all answers so far."""
+        """(training generation, version) of each answer so far."""
         self._version = -1
         self._way = _new_number()
         self._asked_s = -math.inf
