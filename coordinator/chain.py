@@ -83,7 +83,7 @@ class ChainRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     before: bytes = b""
     """The predecessor of `live`, with which other peers can check the votes of `live`."""
     mandated: bytes = b""
-    """The plan made by an owner's mandate that set the `override_epoch` of `live`; empty: there is none."""
+    """The last plan that the owner ordered by a signed mandate, and that is valid without votes; empty: none."""
 
 
 class ChainLog:

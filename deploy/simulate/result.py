@@ -96,7 +96,8 @@ class SimResult:
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
-        """[N, N], the mean bytes a step, counted after the first commit; in a run of one step, all bytes."""
+        """[N, N], mean bytes a step from each device (row) to each other one. The first step does not count, unless it
+        is the only one or its bytes were not recorded."""
         if self.first_step_bytes is None or len(self.steps) < STEPS_MIN:
             return self.traffic_bytes / len(self.steps)
         per_step: npt.NDArray[np.float64] = (self.traffic_bytes - self.first_step_bytes) / (len(self.steps) - 1)

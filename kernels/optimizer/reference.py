@@ -211,7 +211,8 @@ def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Te
 
 
 def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
-    """Return (the weights after weight decay alone, the distances that weights with and without decay move)."""
+    """Return (the weights after the weight decay of len(gains) steps and before their updates, how far the updates move
+    a decayed weight along their direction, how far they move one without decay)."""
     kept, decayed, plain = ways(hyper, gains)
     return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 

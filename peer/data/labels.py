@@ -42,6 +42,6 @@ class Labels:
 def weight_of(counted: int, total: int, microbatches: int) -> float:
     """Return a microbatch's weight in [0, microbatches], rounded to float32 so that all stages have the same number.
 
-    Args: counted: learnt targets of this microbatch; total: learnt targets of all `microbatches` of its step.
+    Args: counted: targets of this microbatch that count in the loss; total: those of all `microbatches` of its step.
     """
     return float(torch.tensor(counted * microbatches / max(1, total), dtype=torch.float32))

@@ -59,7 +59,7 @@ class Blocks:
         return Sample(tokens_T=tokens_T, targets_T=targets_T, begins_T=begins_T1[:-1])
 
     def counted(self, number: int) -> int:
-        """Return the number of learnt targets of a sample without making it."""
+        """Return how many targets of sample `number` count in the loss, without making the sample."""
         if self._start_D is None:
             return self._context
         start = number * self._context

@@ -43,7 +43,7 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: none is stale, or the strategy does not correct."""
+    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or none is corrected."""
     num: int
 
 

@@ -63,4 +63,4 @@ class OpenSum:
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: none is stale, or the strategy does not need it."""
+    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or none is corrected."""
