@@ -144,7 +144,7 @@ def _of_validation(corpus: Corpus, spec: RunSpec, index: int) -> list[_Chosen]:
 
 
 def _weighed(corpus: Corpus, spec: RunSpec, step: int | None, index: int) -> tuple[int | None, float]:
-    """Return how many targets of a microbatch count in the loss (None: all), and its weight. `step` None: validation."""
+    """Return how many targets of a microbatch count in the loss (None: all) and its weight. `step` None: validation."""
     if not spec.data.leaves_out_targets:
         return None, 1.0
     counts = _counts(corpus, spec, step)

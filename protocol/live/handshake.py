@@ -25,7 +25,7 @@ class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     to: PeerID
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-    """Random bytes. The hash of both ends' nonces names the stream when an end opens a lane (another TCP connection)."""
+    """Random bytes. The hash of both nonces names the stream when an end opens a lane (another TCP connection)."""
     lane_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
     """The TCP port on which the sender accepts lanes; 0: none."""
 
