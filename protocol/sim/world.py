@@ -22,7 +22,7 @@ from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.links import Links
 from shoal.protocol.sim.loop import owned_context
 from shoal.protocol.sim.machine import Machine
-from shoal.protocol.sim.network import CardSpec, Network
+from shoal.protocol.sim.network import CardSpec, LinkSpec, Network
 from shoal.protocol.sim.paths import Cut, Disturbance, Disturbed, Paths
 from shoal.protocol.sim.post import Post
 from shoal.protocol.sim.stream import Plug
@@ -211,6 +211,11 @@ class World:
     def rng(self, name: str) -> random.Random:
         """Return a new random generator, determined by the world's seed and `name`."""
         return random.Random(f"shoal sim/{self.seed}/{name}")  # strings are hashed by SHA-512, not by `hash`
+
+    def set_link(self, source: SimPeer, destination: SimPeer, spec: LinkSpec) -> None:
+        """Change the link in one direction. Messages in flight keep their latency; disturbances stay in force."""
+        self._paths.set(source.transport.card.place, destination.transport.card.place, spec)
+        self._path_changed()
 
     def set_card(self, peer: SimPeer, card: CardSpec) -> None:
         """Change the rates of the peer's plug from the next frame on, also for peers that share the plug."""
