@@ -58,7 +58,7 @@ class PeerDriver:
         failures = Failures()
         self.failure = failures.first
         self._tasks = tasks = Tasks(failures.add)
-        """Tasks that end by themselves when the peer closes."""
+        """Background tasks; closing the peer only waits for them, since each ends by itself when the peer closes."""
         self._plans, life, parts = Plans(clock), Life(endpoint), Parts()
         self._links = LinkProbing(endpoint, clock, ports.meter, arithmetic.vectors)
         own = OwnWord(endpoint, self._plans, life, parts, self._links, self._claims, has_text=arithmetic.has_text)

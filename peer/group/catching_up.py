@@ -42,7 +42,7 @@ class _Fetch:
     mate: PeerID
     mean_N: Tensor
     pieces: dict[int, MeanPiece] = field(default_factory=dict)
-    """First element -> piece."""
+    """First element of a received piece -> the piece."""
     num_taken: int = 0
     is_lost: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces as they travelled; empty if some piece came as exact numbers: their bytes are not kept."""
+        """The received pieces, still encoded; empty if one came as exact numbers, since its bytes are not kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 

@@ -51,9 +51,9 @@ class _Source:
     reached: int = -1
     """The newest known version of the stage's members."""
     since: int = -1
-    """Value of `reached` when a layer was last added or dropped."""
+    """Value of `reached` when `num_replayed` was set to 0: a layer was then added or dropped."""
     num_replayed: int = 0
-    """Number of replayed steps since version `since`, summed over layers."""
+    """Steps replayed since version `since`; a step that is replayed for two layers counts twice."""
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
@@ -79,7 +79,7 @@ class _Source:
         self.since, self.num_replayed = self.reached, 0
 
     def cannot_follow(self, num_layers: int) -> bool:
-        """True if gradients for `num_layers` layers come more slowly than their holders step."""
+        """True if we replay `num_layers` layers more slowly than the stage makes steps, so that they fall behind."""
         num_steps = self.reached - self.since
         return num_steps >= _LAG_STEPS and 0 < self.num_replayed < num_steps * num_layers
 

@@ -77,7 +77,7 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
 
 
 Renew = Callable[[], None]
-"""Begins our membership anew; called when its state differs from the group's."""
+"""Called when our state differs from the group's: begins our membership anew, without a state."""
 
 
 class GroupMembership(ABC):
@@ -266,7 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job; call `stepped`."""
+        """Make optimizer step `step` from this gradient, float32 [N], once the running job ends; call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -281,7 +281,7 @@ class GroupMembership(ABC):
 
     @property
     def _is_needed(self) -> bool:
-        """True if we may not leave the group yet."""
+        """True if the group still needs us, so that we may not leave it."""
         return False
 
     # --- life ---
@@ -500,9 +500,9 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the reduced gradient of our round, and step if it is the gradient of the present version. Args: pieces:
-        the gradient's encoded pieces, as the round sent them; empty if embedding and head are tied, since `mean_N` then
-        also contains what the other stage with the shared matrix has added after the round."""
+        """Keep the reduced gradient of our round, and make the step if this is the gradient of our version's step.
+        Args: pieces: the gradient as encoded by the round, to be sent again; empty if embedding and head are tied,
+        since `mean_N` then also contains the gradient of the stage at the other end, which is added after the round."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -533,8 +533,8 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step that made `state`, for peers that replay this step for the next
-        layout."""
+        """Keep the reduced gradient of the step that made `state`: the next layout's members may ask for it, to replay
+        the step."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -609,7 +609,7 @@ class GroupMembership(ABC):
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the earliest step of which a replaying peer, or a layer that we fetch, still needs the gradient."""
+        """Return the first step that peers, or the layers that we fetch, must still replay with its gradient."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())

@@ -50,7 +50,7 @@ from shoal.protocol.plan import Plan
 _OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
 _OF_THE_QUEUE: Final = frozenset(get_args(QueueEvent)) - {TimerFired}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
-"""Commands that one part of the core gives another part."""
+"""Commands from one part of the core to another; the driver never sees them."""
 
 
 class ReplicaCore(MemberCore):

@@ -35,7 +35,7 @@ from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 logger = logging.getLogger(__name__)
 
 STRANGER: Final = PeerID("")
-"""The name under which all strangers are counted together, since a new name costs a stranger nothing."""
+"""One peer ID under which we count all strangers' requests together, since a new ID costs a stranger nothing."""
 
 
 class Room:
@@ -60,7 +60,8 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, and its computation here. Args: upwards: our membership in the expert's group.
+    """One expert of a stage, and its computation here. Args: upwards: our membership in the expert's group, which
+    decides if a gradient is wanted, and counts it.
 
     `version` changes only on the event loop's thread."""
 
