@@ -65,16 +65,14 @@ class Archive:
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots written by this process; groups that write the same version count
-        once."""
+        """(era, version) of the last snapshots that this process wrote, of any layer group, each pair once."""
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
         """The newest era that this process has begun, or knows to be under way, and so cannot begin again."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version) as last noted on this disk: the newest era that is known to be under way, and a version of
-        it."""
+        """(era, version) last noted on this disk: the newest era known to be under way, and one of its versions."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""

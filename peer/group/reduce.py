@@ -94,8 +94,7 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element of a finished chunk -> its bytes, in a format of few bits: encoding it again would round it
-        again."""
+        """First element of a finished chunk -> its bytes in few bits: encoding the chunk again would round it again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
@@ -108,7 +107,7 @@ class Reduction:
 
     @property
     def pieces(self) -> tuple[MeanPiece, ...]:
-        """The mean in encoded pieces, as it travelled; empty in fp32 and bf16, in which it can be encoded again."""
+        """The encoded pieces of the mean; empty in fp32 and bf16, where encoding it again gives the same bytes."""
         form, rounded = self.start.form, sorted(self._rounded.items())
         sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
         return tuple(MeanPiece(start, sizes[start], form, payload) for start, payload in rounded)

@@ -167,7 +167,7 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """Return the promise at `step`: the existing one while a living member has its attempt's result, else a new one
+        """Return our promise for `step`: the old one while a living member has its attempt's result, else a new promise
         for `attempt`."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:

@@ -60,7 +60,7 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> when the time spent on fetching its copies will be paid for, at `KEEPING_SHARE` of our time."""
+        """Member -> time until which its past copies count, each for 1 / `KEEPING_SHARE` of the time of its fetch."""
         self._saving: dict[int, asyncio.Lock] = {}
         """Group -> lock of its writes: `save` may be called for a version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}

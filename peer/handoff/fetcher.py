@@ -115,8 +115,7 @@ class StateFetcher:
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
         """Layer -> True if helpers (group peers, carriers) were asked for a part of it, or a part is left from an
-        earlier fetch; False if the layer then failed the check of its digest, so that now only its holders are
-        asked."""
+        earlier fetch. False: the layer then failed the check of its digest, so only its holders are asked now."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -430,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the range for `carrier`: the last one with a single holder (we ask it for the first ones), or None."""
+        """Return a range for `carrier`: the last with a single holder (we ask this holder for the first), or None."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)

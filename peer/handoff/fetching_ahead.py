@@ -57,8 +57,8 @@ class _Source:
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long that its holder had dropped gradients that we need to replay the steps made
-    meanwhile. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
+    """The last layer took so long to fetch that its holder had dropped the gradients of steps made meanwhile, which we
+    must replay. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None

@@ -29,7 +29,7 @@ GRADIENT = 3
 """Value of `StateChunkRequest.tensor`: the reduced gradient with which a layer stepped to a version."""
 
 RANGE_CHUNKS = 4
-"""Chunks in the longest range: 4 MiB, so that a round trip is short compared with the transfer."""
+"""Number of chunks in the longest range. It has 4 MiB, so that a round trip is short compared with the transfer."""
 RANGE_TIMEOUT_S = 60.0
 """Seconds that a range may take by default. A fetch with more patience repeats its request after this time, since the
 request or a chunk may be lost; a holder that is still sending the range does not send it twice."""

@@ -32,8 +32,7 @@ class GradientLog:
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the version made by the earliest step of which it still needs the gradient, by its
-        requests."""
+        """Replaying peer -> the version made by the first step that it still has to replay, judged by its requests."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:

@@ -418,8 +418,8 @@ class StateServer:
             pin.served.add(source)
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
-        """Return the tensor from which the requested difference starts; None: no difference is requested. Raises:
-        Refused: we do not have the tensor."""
+        """Return the earlier tensor, if the requester wants the difference from it; None: it wants the numbers. Raises:
+        Refused: we do not have the earlier tensor."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))

@@ -601,7 +601,7 @@ class GroupMembership(ABC):
     # --- inside ---
 
     def _make_learner(self) -> Learner | None:
-        """Return an object that makes us a learner while our state comes; None: this group has no learners."""
+        """Make the object that runs our learner phase while the state comes; None: this group has no learners."""
         return None
 
     def _lagging(self) -> events.Lagging | None:
@@ -609,7 +609,7 @@ class GroupMembership(ABC):
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the first step that peers, or the layers that we fetch, must still replay with its gradient."""
+        """Return the first step with a gradient that other peers, or the layers that we fetch, still need."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
@@ -618,8 +618,8 @@ class GroupMembership(ABC):
         return 2**62 if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
-        """Return an object that adds up the gradients of the tied matrix, which the first and last stages hold; None:
-        we hold no tied matrix."""
+        """Make the object that adds up the gradients of the tied matrix, which the first and the last stage hold; None:
+        our group holds no tied matrix."""
         spans = tied_spans(self._s.spec, self.keys)
         if not spans:
             return None

@@ -23,7 +23,7 @@ MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""
 MUTE_AT_THE_END_S = 0.3
-"""Replaces `MUTE_S` once the layout has ended: commits not compared before the next layout begins do not count."""
+"""Replaces `MUTE_S` once the layout has ended: a commit counts only if it is compared before the next layout begins."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -54,7 +54,7 @@ class PeerSaid:
 @dataclass(frozen=True, slots=True)
 class PeerDied:
     """A plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still has `peer`, but we
-    refuse its gradients, and ignore it for as long as we have this place."""
+    refuse its gradients, and ignore `peer` for as long as we have this place."""
 
     peer: PeerID
     is_barred: bool = False
@@ -121,8 +121,8 @@ class Arrived:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: the
-    microbatch's time in queues of later stages. `commit_s`: longest commit of a later stage."""
+    """The next stage has returned the microbatch, with its gradient or, after validation, its `loss`. `waited_s`: the
+    microbatch's time in queues of later stages. `commit_s`: the longest commit time of a later stage."""
 
     microbatch: Microbatch
     source: PeerID
@@ -177,8 +177,9 @@ class VersionSet:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlanned:
-    """A plan's traffic. `shares`: each replica of the next stage, in plan order, and its share of the traffic; None: as
-    before. `upstream`: the peers that may send us activations: replicas of the stage before, draining ones included."""
+    """A plan's traffic. `shares`: replica of the next stage -> its share of the traffic, first the replica with which
+    we begin; None: as before. `upstream`: the senders of activations that we accept: replicas of the stage before,
+    draining ones included."""
 
     shares: Mapping[PeerID, float] | None
     upstream: frozenset[PeerID]
@@ -318,8 +319,8 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins; `at_once`: and that the open step is given
-    up."""
+    """`source`, the last holder of a stage, leaves, and asks that no step begins. `at_once`: the open step is to be
+    given up, too."""
 
     source: PeerID
     at_once: bool
@@ -397,12 +398,10 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`: we have made the step, or fetched the state. `digest`: our state's; None while we hold weights
-    alone.
+    """We hold `version`, which we have made or fetched. `digest`: that of our state; None while we hold weights alone.
 
-    `by`: the round that gave our step's gradient; the leader may have opened a later round of the step, if a member
-    died after sending its part. `gradient_norm`: that gradient's norm, for the coordinator; None: we fetched the
-    state."""
+    `by`: the round that gave our step's gradient; the leader may have opened a later one of this step, if a member died
+    after sending its part. `gradient_norm`: norm of that gradient, for the coordinator; None: we fetched the state."""
 
     version: int
     digest: str | None

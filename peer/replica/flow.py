@@ -37,9 +37,10 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 
 STEPS = 6
-"""Medians, as of commit times, cover this many last steps, so that one step with a dead peer does not decide."""
+"""Measurements, such as the median commit time, cover this many last steps, so that one with a dead peer is not
+decisive."""
 TOLD = 32
-"""Commit times told with this many last gradients count, so that of a replica that has gone is soon forgotten."""
+"""Commit times reported with this many last gradients count: that of a gone replica is soon forgotten."""
 
 
 @dataclass(slots=True)

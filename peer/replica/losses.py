@@ -21,8 +21,8 @@ STALL_S_BEGINNING = 3.0
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum seconds until stage 0's group requests a repair: most microbatches that it lacks are still in the
-pipeline."""
+"""Stage 0's group waits at least this many seconds before it requests a repair: most microbatches that it lacks are
+still in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most microbatches that it lacks are still in the pipeline, so it asks late for repairs."""
     begins_at: int = 0
-    """The restore point's version. Stage 0's leader makes all grants of the step from there, so it knows all losses."""
+    """The restore point's version. Stage 0's leader grants all of the step after it, so it knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST

@@ -125,7 +125,7 @@ class MemberCore(ABC):
         """Tell the group's core what `presence` says about a peer's place in our group."""
 
     def _more_follows(self, step: int) -> bool:
-        """True if more microbatches of `step` are here, so that one report can cover several contributions."""
+        """True if this member has yet to contribute more microbatches of `step`: one report can then cover several."""
         return False
 
     def _changed(self, now_s: float) -> list[Command]:

@@ -121,19 +121,19 @@ class MicrobatchQueue:
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
     """Microbatch that is granted and not contributed yet -> (member, time of the grant)."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> how many of its microbatches were given to each member."""
+    """Step -> member -> how many microbatches of the step were granted to the member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Member -> time at which it last contributed a microbatch that we had granted to it."""
     _flows_s: float | None = field(init=False, default=None)
-    """The time at which the first of the microbatches that we granted was contributed. Before that, stages may have
-    waited for their state, so members are not blamed for the time."""
+    """Time of the first contribution of a microbatch that we had granted. Members are not blamed for the time before
+    it, in which stages may have waited for their state."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> when the repairs run at its request will be paid for, at `REPAIRED_SHARE` of all work."""
+    """Peer -> time until which its past repairs count, each for 1 / `REPAIRED_SHARE` of the time of a microbatch."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -146,7 +146,7 @@ class MicrobatchQueue:
     """When to answer open claims: at the end of this turn of the event loop if something changed, else never (inf)."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
-    """No microbatches are requested before this time, because a claim has failed."""
+    """Time before which we send no new claim for microbatches, because one has failed."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
@@ -417,7 +417,7 @@ class MicrobatchQueue:
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return a member's full share of a step: the plan's share, in microbatches, and up to a tenth more."""
+        """Return how many microbatches of a step are a member's full share: the plan's share and up to a tenth more."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 

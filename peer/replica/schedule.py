@@ -82,7 +82,7 @@ class Flight:
     """The next stage's peer that owes us the gradient; None before the activation is sent, and once the gradient is
     back."""
     doubted: PeerID | None = None
-    """The last peer that had the microbatch and did not compute it; it gets it again only if no other peer can."""
+    """The peer that had the microbatch before it was sent again. It may be slow, so another peer is preferred."""
     handed_back: bool = False
     """The microbatch was handed back while its job was parked, so that job will have no result."""
     loss: float = 0.0
@@ -364,8 +364,8 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Send the microbatches that `peer` had to other replicas. Drop those that came from `peer` in incarnations
-        before `successor`, but keep those that incarnation `successor` has sent, as each is sent only once."""
+        """Send to other replicas the microbatches that `peer` had. Drop those that `peer` sent us in incarnations
+        before `successor`; keep those that incarnation `successor` has sent, as each is sent only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

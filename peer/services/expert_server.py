@@ -60,10 +60,9 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, and its computation here. Args: upwards: our membership in the expert's group, which
-    decides if a gradient is wanted, and counts it.
+    """One expert of a stage, and its computation here. `version` changes only on the event loop's thread.
 
-    `version` changes only on the event loop's thread."""
+    Args: upwards: our membership in the expert's group; it says which gradients the group lacks, and counts ours."""
 
     def __init__(self, runtime: ExpertShard, stage: int, *, upwards: ExpertHolding) -> None:
         self.runtime = runtime
