@@ -121,7 +121,7 @@ class LinkMeter:
         self._links: dict[PeerID, _Link] = {}
         self._turn: list[PeerID] = []
         self._news: dict[PeerID, None] = {}
-        """Links probed since their last report, in order; they are reported first."""
+        """Links probed since they were last reported, in the order of the probes."""
         self._failures: dict[PeerID, None] = {}
         """Links on which a try has failed, or succeeded again, since they were last reported; in order."""
         self._reports_max = LINKS_PER_HEARTBEAT_MAX

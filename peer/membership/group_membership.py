@@ -320,7 +320,7 @@ class GroupMembership(ABC):
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """Record that a peer has restarted. A Progress message of a peer of our group may have told us already."""
+        """Record that a peer has restarted. If it is in our group, its Progress message may have told us already."""
         self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
@@ -435,7 +435,7 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send our gradients, add up our part of the group's sum, and take pieces that came early."""
+        """Run a round: send our gradients, and add up our part of the sum. Args: early: pieces that came before it."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
             return  # our step has begun already: the members of this attempt will catch up with us

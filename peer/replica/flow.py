@@ -37,7 +37,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 
 STEPS = 6
-"""Measurements, such as the median commit time, cover this many last steps, so that one with a dead peer is not
+"""Measurements, such as the median commit time, cover this many last steps: one step with a dead peer is not
 decisive."""
 TOLD = 32
 """Commit times reported with this many last gradients count: that of a gone replica is soon forgotten."""

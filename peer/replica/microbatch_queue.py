@@ -116,7 +116,7 @@ class MicrobatchQueue:
     group: GroupView
     demand: Schedule
     is_stopped: bool = False
-    """We drain, pause or lag, so we claim nothing and run no repairs."""
+    """True if we drain, pause or lag: then we claim nothing and run no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
     """Microbatch that is granted and not contributed yet -> (member, time of the grant)."""
@@ -140,7 +140,7 @@ class MicrobatchQueue:
     _asked: _Since | None = field(init=False, default=None)
     """The leader to which our open claim (a request for microbatches) went, and when; None: no claim is open."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
-    """Seconds from claim to answer, of the last claims. The least is the round trip of a claim that did not wait."""
+    """Seconds from claim to answer, for our last claims. The least is the round trip of a claim answered at once."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
     """When to answer open claims: at the end of this turn of the event loop if something changed, else never (inf)."""
