@@ -38,7 +38,7 @@ class PeerDriver:
     """One peer of one run. The peer sends nothing before `obey` has given it a plan.
 
     Args:
-        arithmetic: the peer's computations on tensors; without the run's text the peer is never at stage 0.
+        arithmetic: the peer's computations on tensors; it has the run's text if the peer may be at stage 0.
         traffic: makes the policy for sending microbatches to the next stage; None: the default, by measurements.
     """
 
@@ -58,7 +58,7 @@ class PeerDriver:
         failures = Failures()
         self.failure = failures.first
         self._tasks = tasks = Tasks(failures.add)
-        """Tasks that end by themselves when the peer closes."""
+        """Background tasks, each of which ends by itself when the peer closes."""
         self._plans, life, parts = Plans(clock), Life(endpoint), Parts()
         self._links = LinkProbing(endpoint, clock, ports.meter, arithmetic.vectors)
         own = OwnWord(endpoint, self._plans, life, parts, self._links, self._claims, has_text=arithmetic.has_text)

@@ -11,7 +11,7 @@ class Failures:
 
     def __init__(self) -> None:
         self.first: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Gets the first error as its exception; the peer's owner waits for it."""
+        """A future that fails with the first error of a task; the peer's owner waits for it."""
 
     def add(self, error: BaseException) -> None:
         logger.error("this peer cannot go on: %r", error)

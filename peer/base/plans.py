@@ -53,7 +53,7 @@ class Plans:
         return any(entry.plan.has(peer) for entry in self._obeyed if entry.until_s >= now_s)
 
     def begins_with(self, version: int) -> bool:
-        """True while the run waits for the first step of a layout that begins at `version` or later."""
+        """True while the newest layout, if it begins at `version` or later, has not made its first step."""
         plan = self.newest
         return plan is not None and plan.not_started and version <= plan.restore_version
 
@@ -85,7 +85,7 @@ class Plans:
 
 
 def _held_by(plan: Plan, group: int) -> tuple[int, int, int] | None:
-    """Return a group's (first layer, end layer, expert; -1: it is a stage). None: no such group."""
+    """Return (first layer, end layer, number of the expert or, for a stage, -1) of a group. None: no such group."""
     stages = len(plan.stages)
     if group < stages:
         return (*plan.stages[group].layers, -1)

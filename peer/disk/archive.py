@@ -65,20 +65,20 @@ class Archive:
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots that this process has written, whatever layers they have."""
+        """(era, version) of the last snapshots that this process wrote, of any layer group, each pair once."""
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
         """The newest era that this process has begun, or knows to be under way, and so cannot begin again."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version): the newest era that this peer has noted as under way, and the version noted with that era."""
+        """(era, version) last noted on this disk: the newest era known to be under way, and one of its versions."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
         """A sentence that names the steps that could not be written, and why; empty: the last snapshot was written."""
         self._certified: frozenset[tuple[int, int]] = frozenset()
-        """(era, version) of the states that the plan in force certifies, whatever layers they have."""
+        """(era, version) of each state that the plan in force certifies, for any of its layer groups."""
 
     @property
     def keeps(self) -> bool:
@@ -105,8 +105,8 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if snapshots of this version are due; then every member signs its group's layers, even without a
-        disk."""
+        """True if all members are to sign their layers at this version, even without a disk: snapshots of it are
+        due."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -362,8 +362,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete the snapshots of each layer group that is in none of the last ten versions written here, of which
-        `age` is the newest; but keep the group's snapshots if it has some of another era, which `thin` removes."""
+        """Delete the snapshots of each layer group that is in none of the last ten versions written here, up to `age`:
+        other peers hold it now. If it has snapshots of another era, delete none of its snapshots: `thin` does that."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:

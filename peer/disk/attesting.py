@@ -20,9 +20,9 @@ from shoal.protocol.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
-"""Number of signed versions kept of each group of layers; plans certify as many."""
+"""This many signed versions of each layer group are kept, as many as plans certify."""
 _Word = tuple[tuple[int, int], tuple[str, ...]]
-"""((era, version), layer keys): a state that a member can sign."""
+"""A state that a member can sign: ((era, version), keys of its layers)."""
 
 
 class Attesting:
@@ -43,7 +43,7 @@ class Attesting:
         self._model = model
         self._reports = reports
         self._signed: dict[_Word, Attested | None] = {}
-        """((era, version), layers) -> signature; None: it is being made."""
+        """State, as ((era, version), layer keys) -> our signature of it; None: the signature is being made."""
         self._certified: frozenset[_Word] = frozenset()
 
     @property

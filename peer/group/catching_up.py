@@ -1,11 +1,11 @@
 """Fetch a committed step's reduced gradient from another member, after we missed the end of a round or joined.
 
-A member that is behind often only has to wait for pieces that are on their way; the whole gradient in float32 has eight
-times the bytes of a round in 4 bits. So the member that is behind first asks one member that owes it a piece, and
-believes the answer. If the round stands still, the members that are behind may follow a later attempt than the finished
-one, and wait for pieces from each other that never come. Then a member asks all members that owe it pieces. It goes on
-waiting only if one of them answers that the pieces have not left yet (on a slow line pieces stand behind activations
-for minutes); otherwise it fetches the gradient from a member past the step.
+The whole gradient in float32 has eight times the bytes of a round in 4 bits, and a member that is behind often only has
+to wait for pieces that are on their way. So it first asks one member that owes it a piece, and waits if that member
+answers. If the round stands still, the members that are behind may follow a later attempt than the finished one, and
+wait for pieces from each other that never come. So each of them then asks all members that owe it pieces, and goes on
+waiting only if one answers that its pieces have not left yet (on a slow line pieces stand behind activations for
+minutes). Otherwise it fetches the gradient from a member past the step.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class _Fetch:
     mate: PeerID
     mean_N: Tensor
     pieces: dict[int, MeanPiece] = field(default_factory=dict)
-    """First element -> piece."""
+    """First element of a received piece -> the piece."""
     num_taken: int = 0
     is_lost: bool = False
     over: asyncio.Event = field(default_factory=asyncio.Event)
@@ -53,7 +53,7 @@ class _Fetch:
 
     @property
     def as_it_came(self) -> tuple[MeanPiece, ...]:
-        """All pieces as they travelled; empty if some piece came as exact numbers: their bytes are not kept."""
+        """The received pieces, still encoded; empty if one came as exact numbers, since its bytes are not kept."""
         pieces = tuple(self.pieces.values())
         return pieces if all(piece.payload is not None for piece in pieces) else ()
 

@@ -94,7 +94,7 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element -> encoded bytes of a finished chunk in few bits (to encode it again would round it again)."""
+        """First element of a finished chunk -> its bytes in few bits: encoding the chunk again would round it again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
@@ -107,7 +107,7 @@ class Reduction:
 
     @property
     def pieces(self) -> tuple[MeanPiece, ...]:
-        """The complete mean's pieces as they travelled; empty in fp32 and bf16: the mean can be encoded again."""
+        """The encoded pieces of the mean; empty in fp32 and bf16, where encoding it again gives the same bytes."""
         form, rounded = self.start.form, sorted(self._rounded.items())
         sizes = {start: self._end(self._owner(start), start) - start for start, _ in rounded}
         return tuple(MeanPiece(start, sizes[start], form, payload) for start, payload in rounded)
@@ -167,7 +167,7 @@ class Reduction:
         return add
 
     def added(self, chunks: Iterable[int]) -> list[Outgoing]:
-        """Record that `chunks` are added up. Return each finished chunk once for every other member."""
+        """Record that `chunks` are added up. Return their means as messages, one for each chunk and other member."""
         for chunk in chunks:
             self._done_with(chunk)
         return self._for_all(chunks)

@@ -103,7 +103,7 @@ class Reductions:
             self._made_by[step] = by
 
     def next_mean(self) -> Tensor | None:
-        """Return the reduced gradient for our next step, once; None: the gradient is missing, or the step has begun."""
+        """Return our next step's reduced gradient; None: it is missing, or was returned before (the step has begun)."""
         version = self._core.version
         mean_N = self.means.get(version)
         if mean_N is None or self._stepping >= version:
@@ -122,8 +122,8 @@ class Reductions:
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop gradients of steps before `version` that no newcomer replays; that of step `version` - 1 only if
-        `last`."""
+        """Drop the gradients of steps before `version` that no newcomer replays; but if `last` is False, keep that of
+        step `version` - 1 in any case."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -132,7 +132,7 @@ class Reductions:
 
 
 ROUNDS_MAX: Final = 4
-"""Rounds for which early pieces of one sender are kept: some attempts at the current step, one at the next."""
+"""The early pieces of this many rounds of a sender are kept: some attempts at the current step, one at the next."""
 
 
 @dataclass(slots=True)
@@ -171,7 +171,7 @@ class Early:
             del rounds[min(rounds)]
 
     def take(self, step: int, attempt: int) -> list[tuple[PeerID, Piece, Payload]]:
-        """Remove and return the pieces of a round that begins here. Drop pieces of earlier attempts at that step."""
+        """Remove and return the early pieces of a round that begins here. Drop pieces of earlier attempts at `step`."""
         came = []
         for mate, rounds in self._kept.items():
             came += [(mate, *piece) for piece in rounds.get((step, attempt), {}).values()]
@@ -249,14 +249,12 @@ class AbsentLight:
     def __init__(self) -> None:
         self._light: set[PeerID] = set()
         self._gone: dict[PeerID, tuple[int, float]] = {}
-        """Learner -> (first step of which the learner may lack the gradient, time at which we saw that it had gone)."""
+        """Learner that has gone -> (first step of which it may lack the gradient, time at which we noticed that)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
-        """Return the first step of which an absent or just returned learner may still request the gradient.
+        """Return the first step with a gradient that an absent or just returned learner may still request.
 
-        Args: ready: the other members that take part; whole: those that hold the whole state; version: the version just
-        reached.
-        """
+        Args: ready: other members that take part; whole: those with the whole state; version: the version just made."""
         learners = set(ready).difference(whole)
         for peer in self._light - learners:
             # The learner lacks the step that has just been made, and may have been one step behind before.

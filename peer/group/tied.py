@@ -132,7 +132,7 @@ class TiedGradient:
         self._given: dict[int, _Given] = {}
         """Step -> our gradient of the matrix, or both ends' sum, for the other end (last or first stage) to fetch."""
         self._news = asyncio.Event()
-        """Set, and replaced by a new event, after each change for which a request may wait."""
+        """Set when a change may let a waiting request go on; a new event then takes its place."""
         self._fetches: dict[int, _Fetch] = {}
         self._num_asked = 0
         self._silent: dict[PeerID, float] = {}
@@ -167,7 +167,7 @@ class TiedGradient:
             self._tasks.spawn(self._meet(reduction), f"both ends of step {start.step}")
 
     def _promised(self, step: int, attempt: int) -> _Promise:
-        """Return the promise at `step`: the existing one while a living member has its attempt's result, else a new one
+        """Return our promise for `step`: the old one while a living member has its attempt's result, else a new promise
         for `attempt`."""
         promise = self._promises.get(step)
         if promise is None or not promise.told_by:
@@ -268,7 +268,7 @@ class TiedGradient:
         return _Given(values_n=own_n, form=start.form, is_whole=False, made=made)
 
     def _added(self, mean_N: Tensor, ours: _Given, theirs: _Given) -> tuple[Tensor, _Given]:
-        """Return (our gradient with the sum of both ends in the matrix, a copy of that sum for the other end)."""
+        """Return (our gradient, with both ends' sum in place of the matrix's part; that sum, for the other end)."""
         whole_N, span = self._vectors.copied(mean_N), self._spans[0]
         if theirs.is_whole:
             whole_N[span] = theirs.values_n

@@ -39,7 +39,7 @@ measured time replaces this value once the holder has sent us a range (`_leaves_
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """Elements [start, stop) of one tensor (0 parameters, 1 and 2 moments) of one layer."""
+    """Elements [start, stop) of one tensor of one layer. `tensor`: 0 for the parameters, 1 and 2 for the moments."""
 
     key: str
     tensor: int
@@ -59,7 +59,7 @@ class Unfinished:
     tensors: tuple[Tensor, Tensor, Tensor]
     """Parameters and moments at full length, of which only the ranges in `here` are filled."""
     here: set[tuple[int, int]]
-    """(Tensor, first element) of the ranges that have arrived."""
+    """(tensor, first element) of each range that has arrived; tensor 0: parameters, 1 and 2: moments."""
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class StateFetcher:
         self._stored_era = TRAINED
         self._base: RoundedWeights | None = None
         self._with_base: set[PeerID] = set()
-        """Holders that have the version of `_base`, so that they can send the difference from it."""
+        """Holders that also have the weights `_base`, so that they can send the difference from these."""
         self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
         self._group_peers: set[PeerID] = set()
@@ -114,8 +114,8 @@ class StateFetcher:
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if we have asked group peers or carriers for a part of the layer, or kept a part from an
-        earlier fetch; False if the layer then failed the check of its digest, so that we now ask only its holders."""
+        """Layer -> True if helpers (group peers, carriers) were asked for a part of it, or a part is left from an
+        earlier fetch. False: the layer then failed the check of its digest, so only its holders are asked now."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -202,7 +202,7 @@ class StateFetcher:
         voters: Sequence[PeerID] | None,
         at_least: int,
     ) -> dict[PeerID, StateOffer]:
-        """Return the offers of one version, and set `_version` to that version."""
+        """Ask holders for offers, and choose a version (`_version`). Return holder -> its offer of that version."""
         first = await self._ask_all(holders, self._version)
         if self._version >= 0 or not first:
             return first
@@ -227,7 +227,7 @@ class StateFetcher:
     def _of_most(
         self, offers: dict[PeerID, StateOffer], voters: Sequence[PeerID], at_least: int
     ) -> dict[PeerID, StateOffer]:
-        """Return the offers that more than half of the voters agree on."""
+        """Return the offers that more than half of the voters make with equal version and digests."""
         said = {peer: (offer.version, tuple(sorted(offer.digests))) for peer, offer in offers.items()}
         votes = Counter(said[peer] for peer in voters if peer in said)
         named = [word for word, num in votes.items() if is_majority(num, voters) and word[0] >= at_least]
@@ -294,7 +294,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """`todo`: ranges that no peer is asked for; `lent`: those that only group peers or carriers are asked for."""
+        """Ranges to fetch: `todo`: no peer is asked for them now; `lent`: only helpers (group peers, carriers) are."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -429,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` that only one holder has (we ask it for the first); None: no range."""
+        """Return a range for `carrier`: the last with a single holder (we ask this holder for the first), or None."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)

@@ -51,14 +51,14 @@ class _Source:
     reached: int = -1
     """The newest known version of the stage's members."""
     since: int = -1
-    """Value of `reached` when a layer was last added or dropped."""
+    """Value of `reached` when `num_replayed` was set to 0: a layer was then added or dropped."""
     num_replayed: int = 0
-    """Number of replayed steps since version `since`, summed over layers."""
+    """Steps replayed since version `since`; a step that is replayed for two layers counts twice."""
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long that its holder had dropped gradients that we need to replay the steps made
-    meanwhile. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
+    """The last layer took so long to fetch that its holder had dropped the gradients of steps made meanwhile, which we
+    must replay. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None
@@ -79,7 +79,7 @@ class _Source:
         self.since, self.num_replayed = self.reached, 0
 
     def cannot_follow(self, num_layers: int) -> bool:
-        """True if gradients for `num_layers` layers come more slowly than their holders step."""
+        """True if we replay `num_layers` layers more slowly than the stage makes steps, so that they fall behind."""
         num_steps = self.reached - self.since
         return num_steps >= _LAG_STEPS and 0 < self.num_replayed < num_steps * num_layers
 

@@ -29,7 +29,7 @@ GRADIENT = 3
 """Value of `StateChunkRequest.tensor`: the reduced gradient with which a layer stepped to a version."""
 
 RANGE_CHUNKS = 4
-"""Chunks in the longest range: 4 MiB, so that a round trip is short compared with the transfer."""
+"""Number of chunks in the longest range. It has 4 MiB, so that a round trip is short compared with the transfer."""
 RANGE_TIMEOUT_S = 60.0
 """Seconds that a range may take by default. A fetch with more patience repeats its request after this time, since the
 request or a chunk may be lost; a holder that is still sending the range does not send it twice."""
@@ -42,13 +42,13 @@ _Key = tuple[PeerID, int, int, str, int, int]
 class _Expected:
     into_N: Tensor
     first: int
-    """Index in the whole tensor of the first element of `into_N`."""
+    """The element of the whole tensor at which `into_N` begins."""
     before_N: Tensor | None
     """The tensor at version `base`, from which a difference is expected; None: the numbers themselves are expected."""
     base: int
     event: asyncio.Event = field(default_factory=asyncio.Event)
     parts: set[int] = field(default_factory=set)
-    """First elements of the parts that have arrived (`Vectors.background_chunk`)."""
+    """First elements of the parts that have arrived, if a chunk comes in parts (`Vectors.background_chunk`)."""
 
     def size(self, start: int, chunk: int) -> int:
         """Number of elements of the chunk that begins at `start`."""

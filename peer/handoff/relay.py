@@ -42,7 +42,7 @@ class Relay:
         self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Layer -> parameters and moments at full length, of which only the ranges in `here` are filled."""
         self.here: dict[str, set[tuple[int, int]]] = {}
-        """Layer -> (tensor, first element) of the ranges that have arrived."""
+        """Layer -> (tensor, first element) of each range that has arrived; tensor 0: parameters, 1 and 2: moments."""
         self._came = asyncio.Event()
 
     # --- calls of the fetch ---

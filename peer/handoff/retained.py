@@ -12,8 +12,8 @@ from shoal.protocol.messages import Holding
 from shoal.protocol.plan import Plan
 
 TRAIL_STEPS_MIN = 4
-"""This many last steps' gradients are kept, however large. Three are as large as the state, so a peer that lacks more
-fetches the state instead; a fourth step may end while the first one's gradient is being sent."""
+"""The gradients of at least this many last steps are kept, whatever their size. Three are as large as the state, so a
+peer that lacks more fetches the state instead; a fourth step may end while the first one's gradient is being sent."""
 
 
 class GradientLog:
@@ -32,7 +32,7 @@ class GradientLog:
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the version of the oldest gradient that the peer still needs, judged by its requests."""
+        """Replaying peer -> the version made by the first step that it still has to replay, judged by its requests."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:
@@ -62,8 +62,8 @@ class GradientLog:
         return sum(4 * part_N.numel() for part_N in parts)
 
     def wants(self, peer: PeerID, version: int, *, at_least: bool = False) -> None:
-        """Record that `peer` will replay the steps to `version` and later ones. Args: at_least: earlier steps that the
-        peer wanted before are still wanted."""
+        """Record that `peer` has to replay the step to `version` and all later ones. Args: at_least: if the peer still
+        has to replay earlier steps, too, those stay recorded."""
         self._wanted_from[peer] = min(version, self._wanted_from.get(peer, version)) if at_least else version
 
     async def read(self, era: int, version: int, key: str, *, patience_s: float) -> Tensor | None:

@@ -62,12 +62,12 @@ _FIRST_STEP_S = 60.0
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
-"""The name of a pinned version: (stored era, or a number in its place such as `TRAINED`; version)."""
+"""The key of a pinned version: (its stored era, or a constant such as `TRAINED` in place of an era; its version)."""
 
 
 class _Pin:
-    """Layers of one version that are kept for other peers. Args: is_followed: learners have these weights, and will ask
-    for a later version as the difference from them."""
+    """Layers of one version, kept for other peers to fetch. Args: is_followed: learners compute with these weights, and
+    will ask for a later version as the difference from them."""
 
     def __init__(self, born_s: float, *, is_followed: bool = False) -> None:
         self._born_s = born_s
@@ -134,19 +134,19 @@ class StateServer:
         self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
-        """Peer that fetches for the next layout -> (version, key, state) of the layer that it fetches now."""
+        """Peer that prepares for the next layout -> (version, key, state) of the layer that it now fetches from us."""
         self._copies: set[tuple[PeerID, int, str]] = set()
         """(peer, version, layer) of the copies that peers are about to fetch and keep."""
         self._relays: list[Relay] = []
-        """Our own fetches; other peers may ask for the ranges that have arrived."""
+        """Our own fetches, recent ones included: other peers may ask for the ranges that have arrived."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
-        """(requester, range that we send it) -> result: True once the whole range was sent, False if that failed."""
+        """(Requester, range) of a transfer under way -> its result: True if the whole range was sent, else False."""
         self._carried: set[tuple[PeerID, StateChunkRequest]] = set()
         """(holder, range) that we are fetching for other peers."""
         self._newcomers: dict[PeerID, float] = {}
-        """Newcomer -> time until which we count the peer as a newcomer, because it asked for the newest version: its
-        later requests name a version, and the plan that places it may reach us late."""
+        """Newcomer (a peer that asked for the newest version) -> time until which we treat it as one: its later
+        requests name a version, and the plan that places it may reach us late."""
         self.initial: InitialWeights | None = None
         """The run's initial weights, or the base of adapters; None: this peer does not have them."""
         self._endpoint.on(StateRequest, self._on_request)
@@ -314,8 +314,8 @@ class StateServer:
         return await self._offer(source, message, (TRAINED, max(versions)), {})
 
     async def _rounded(self, key: _Key, layers: Mapping[str, LayerState]) -> dict[str, LayerState]:
-        """Return in bf16 those trained layers that are not pinned as version `key` yet. Of the earlier bf16 versions,
-        keep only the newest: each takes a sixth of the state, and a learner that misses one asks for the next."""
+        """Return, in bf16, the layers that are not pinned as version `key` yet. Drop all other pinned bf16 versions but
+        the newest: each takes a sixth of the state, and a learner that misses one asks for the next."""
         for superseded in sorted(at for at in self._pins if at[0] == WEIGHTS and at != key)[:-1]:
             del self._pins[superseded]
         pin, vectors = self._pins.get(key), self._vectors
@@ -345,7 +345,7 @@ class StateServer:
         layers: Mapping[str, LayerState],
         witnessed: Witnessed | None = None,
     ) -> StateOffer:
-        """Offer the requested layers of version `key`. Args: layers: those that may have to be pinned first."""
+        """Offer `source` the layers of version `key` that it requested. Args: layers: to be pinned first, if needed."""
         wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
         if witnessed and witnessed.signatures:
@@ -418,8 +418,8 @@ class StateServer:
             pin.served.add(source)
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
-        """Return the tensor from which the requested difference starts; None: no difference is requested. Raises:
-        Refused: we do not have the tensor."""
+        """Return the earlier tensor, if the requester wants the difference from it; None: it wants the numbers. Raises:
+        Refused: we do not have the earlier tensor."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))

@@ -49,9 +49,9 @@ _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
 """Minimum seconds between two looks at busy links, and maximum seconds for comparing the second with the first. A link
 that was busy for half of the minimum counts as busy for long."""
 FAILED_TOLD_MAX: Final = 8
-"""Number of failed links in a heartbeat. A peer that has lost its network has failed links to all others."""
+"""A heartbeat has at most this many failed links. (A peer without a network has failed links to all others.)"""
 _RATE_MAX = 1e12
-"""Highest rate that is reported, in bytes/s: in a simulation a link may take no time at all."""
+"""Higher rates are reported as this rate, in bytes/s: in a simulation a link may take no time at all."""
 
 
 @dataclass(slots=True)
@@ -61,11 +61,11 @@ class _Link:
     chunks: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=32))
     probes: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=3))
     pending: tuple[float, float] = 0.0, 0.0
-    """(Bytes, seconds) of frames sent since the last sample."""
+    """(Bytes, seconds) of the frames sent so far for the next sample of the rate (`_SAMPLE_BYTES`)."""
     is_shared: bool = False
-    """Another link was sending at the same time since the last sample."""
+    """True if another link was sending at the same time: the bytes since the last sample then make no sample."""
     mark: int = 0
-    """Value of `LinkMeter._num_mixed` when this link last began to send, or was last checked for other traffic."""
+    """`LinkMeter._num_mixed` when this link last began to send, or was last checked for traffic on other links."""
     chunk_at_s: float | None = None
     num_sending: int = 0
     num_failed: int = 0
@@ -75,7 +75,7 @@ class _Link:
     busy_since_s: float = 0.0
     """Time when the link last began to send."""
     looked: tuple[float, float] = 0.0, 0.0
-    """(Busy seconds, bytes sent) at the last `LinkMeter.look`."""
+    """(Seconds of sending, bytes sent), both so far, when `LinkMeter.look` last ran."""
     since_s: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
@@ -121,11 +121,11 @@ class LinkMeter:
         self._links: dict[PeerID, _Link] = {}
         self._turn: list[PeerID] = []
         self._news: dict[PeerID, None] = {}
-        """Links with a new probe since they were last reported, in order."""
+        """Links probed since they were last reported, in the order of the probes."""
         self._failures: dict[PeerID, None] = {}
         """Links on which a try has failed, or succeeded again, since they were last reported; in order."""
         self._reports_max = LINKS_PER_HEARTBEAT_MAX
-        """Number of links in the next heartbeat: many until the coordinator has heard of each, then few."""
+        """The next heartbeat has at most this many links: many until the coordinator has heard of each, then few."""
         self._num_busy = 0
         self._num_mixed = 0
         """Number of times that a link began to send while another was sending."""
@@ -176,7 +176,7 @@ class LinkMeter:
 
     @property
     def mark(self) -> tuple[int, int]:
-        """Counts that show if other traffic begins: read them before a probe, and pass them to `probed` as `since`."""
+        """Two counts that change if other traffic begins: read before a probe, then passed to `probed` as `since`."""
         return self._num_mixed, self._num_busy
 
     def probed(self, report: LinkReport, *, since: tuple[int, int] = (0, 0)) -> bool:

@@ -1,4 +1,4 @@
-"""The payloads that a replica keeps for its microbatches, and the jobs that use them."""
+"""Keeps the payloads (encoded tensors) of a replica's microbatches, and makes the device's jobs from them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class MicrobatchPayloads:
     gradient: Payload | None = None
     """The gradient, from its arrival until the backward."""
     waited_s: float = 0.0
-    """Seconds for which the activation waited until its link had sent earlier frames."""
+    """Seconds for which our output, an activation, waited at its link behind earlier frames."""
     passage: Passage | None = None
     """The microbatch's run through experts on other peers, from its forward to its backward; None: not begun."""
     is_wanted: bool = True
@@ -60,7 +60,7 @@ class ActivationStore:
         return self._payloads.get(microbatch)
 
     def job(self, job: Job, microbatch: Microbatch) -> tuple[Callable[[], Any], float]:
-        """Return (a function to run on the device's thread, its FLOP), and remove the job's input from the store."""
+        """Return (the function that computes the job on the device's thread, its FLOP). Drop the job's input."""
         runtime, payloads = self._runtime, self.of(microbatch)
         if job.kind == "backward":
             gradient, payloads.gradient = payloads.gradient, None
@@ -76,7 +76,7 @@ class ActivationStore:
         return (lambda: runtime.forward(microbatch, payload, contributes=wanted)), runtime.flop.forward
 
     def keep(self, job: Job, microbatch: Microbatch, value: Any) -> float | None:
-        """Keep a job's result: the next payload to send. Returns: the loss, or None if the job computed none."""
+        """Keep the payload that a job made, to be sent on. Returns: the loss; None: the job computed no loss."""
         loss = None
         if job.kind == "loss":
             loss, value = value
@@ -86,7 +86,7 @@ class ActivationStore:
         return loss
 
     def settle(self, microbatch: Microbatch, *, retried: bool) -> bool:
-        """Record that the backward of `microbatch` has ended. Returns: True if our group still lacks this gradient."""
+        """Record that the backward of `microbatch` has ended. Returns: True if our group needs this gradient."""
         payloads = self.of(microbatch)
         passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:

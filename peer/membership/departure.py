@@ -31,15 +31,15 @@ from shoal.protocol.plan import Plan
 logger = logging.getLogger(__name__)
 
 _HALT_SHARE: Final = 0.6
-"""Fraction of the departure's time for the halt. After half of that we ask stage 0 to give up the step under way."""
+"""Fraction of the departure's time for a halt. After half of it we ask stage 0 to give up the step under way."""
 _ASK_AGAIN_S: Final = 1.0
 """Interval at which we repeat the request for a halt: stage 0 may have a new leader that has not heard it."""
 _SAVE_S: Final = 60.0
 """Seconds that the write to our own disk may take, even beyond our time limit: without it our layers may be lost."""
 _ANSWER_S: Final = 4.0
-"""Seconds for which the answer to a `Save` waits until the version is reached; less than a call's timeout."""
+"""Seconds for which we delay the answer to a `Save` until we reach its version; less than a call's timeout."""
 _PLAN_HEARTBEATS: Final = 2.0
-"""Heartbeat intervals until a plan can name a successor: one for our next heartbeat, one for the votes on the plan."""
+"""Heartbeat intervals for which we wait for a plan with a successor: one for our next heartbeat, one for the votes."""
 _POLL_S: Final = 0.02
 
 
@@ -56,7 +56,7 @@ class Departure:
         self._answering: Counter[PeerID] = Counter()
         self._halts_at: int | None = None
         self.unsaved = ""
-        """A sentence that names the steps lost with us, and why; empty: a disk or another machine has all steps."""
+        """A sentence that names the steps lost when we leave, and why. Empty: a disk or another machine has all."""
         self._endpoint.on(Save, self._on_save)
 
     async def run(self, timeout_s: float) -> bool:
@@ -100,7 +100,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if the plan names a member that has yet to fetch our layers, or a plan that names one may still come."""
+        """True if a successor must still fetch our layers: a member of the plan, or of a plan that may still come."""
         plan = self._plans.newest
         if plan is None:
             return False

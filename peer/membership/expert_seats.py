@@ -29,8 +29,8 @@ DRAIN_S: Final = 30.0
 
 
 class ExpertMembership(GroupMembership):
-    """Our membership in group `group_id` of `plan`. The group holds one expert of every layer of a stage (the same
-    number in each layer); our replica may be in another stage."""
+    """Our membership in group `group_id` of `plan`. The group's members hold, in each layer of one stage, the expert
+    with the same number. Our replica may be in another stage."""
 
     def __init__(self, services: Services, renew: Renew, plan: Plan, group_id: int, *, incarnation: int) -> None:
         unit = plan.experts[group_id - len(plan.stages)]
@@ -41,7 +41,7 @@ class ExpertMembership(GroupMembership):
         super().__init__(services, renew, ExpertCore(group, plan), self.work.runtime, incarnation=incarnation)
 
     def is_place_of(self, plan: Plan) -> bool:
-        """True if the group has the same expert and layers in `plan` as before."""
+        """True if group `group_id` of `plan` has the expert and the layers of this membership."""
         at = self.group_id - len(plan.stages)
         if not 0 <= at < len(plan.experts):
             return False
@@ -242,7 +242,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Apply again the presence updates of peers that `plan` has moved, as they may be older than `plan`."""
+        """Apply the last presence update of each peer that `plan` has moved: it may be older than `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

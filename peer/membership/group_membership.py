@@ -77,7 +77,7 @@ def make_commit(services: Services, group_id: int, *, incarnation: int, has_loss
 
 
 Renew = Callable[[], None]
-"""Begins our membership anew; called when its state differs from the group's."""
+"""Called when our state differs from the group's: begins our membership anew, without a state."""
 
 
 class GroupMembership(ABC):
@@ -266,7 +266,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _step(self, step: int, mean_gradient_N: Tensor) -> None:
-        """Make optimizer step `step` with its reduced gradient, float32 [N], after the running job; call `stepped`."""
+        """Make optimizer step `step` from this gradient, float32 [N], once the running job ends; call `stepped`."""
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
@@ -281,7 +281,7 @@ class GroupMembership(ABC):
 
     @property
     def _is_needed(self) -> bool:
-        """True if we may not leave the group yet."""
+        """True if the group still needs us, so that we may not leave it."""
         return False
 
     # --- life ---
@@ -320,7 +320,7 @@ class GroupMembership(ABC):
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
-        """Record that a peer has restarted. A Progress message of a peer of our group may have told us already."""
+        """Record that a peer has restarted. If it is in our group, its Progress message may have told us already."""
         self.handle(events.PeerReborn(peer, incarnation))
 
     def peer_silent(self, peer: PeerID) -> None:
@@ -435,7 +435,7 @@ class GroupMembership(ABC):
         return Done()
 
     async def _reduce(self, reduction: Reduction, make_sum: Callable[[], Tensor | None], early: EarlyPieces) -> None:
-        """Run a round: send our gradients, add up our part of the group's sum, and take pieces that came early."""
+        """Run a round: send our gradients, and add up our part of the sum. Args: early: pieces that came before it."""
         sum_N = await self.compute.run_on_host(make_sum)
         if sum_N is None:
             return  # our step has begun already: the members of this attempt will catch up with us
@@ -500,9 +500,9 @@ class GroupMembership(ABC):
             self._reduced(reduction.mean_N, reduction.start, reduction.pieces)
 
     def _reduced(self, mean_N: Tensor, start: RoundStart, pieces: tuple[MeanPiece, ...] = ()) -> None:
-        """Keep the reduced gradient of our round, and step if it is the gradient of the present version. Args: pieces:
-        the gradient's encoded pieces, as the round sent them; empty if embedding and head are tied, since `mean_N` then
-        also contains what the other stage with the shared matrix has added after the round."""
+        """Keep the reduced gradient of our round, and make the step if this is the gradient of our version's step.
+        Args: pieces: the gradient as encoded by the round, to be sent again; empty if embedding and head are tied,
+        since `mean_N` then also contains the gradient of the stage at the other end, which is added after the round."""
         self.reductions.keep(start.step, mean_N, start, pieces)
         if self._light is not None:
             self._light.took_part()
@@ -533,8 +533,8 @@ class GroupMembership(ABC):
         self._s.layers.has_state(self, state)
 
     def _note_gradient(self, state: StageState) -> None:
-        """Keep the reduced gradient of the step that made `state`, for peers that replay this step for the next
-        layout."""
+        """Keep the reduced gradient of the step that made `state`: the next layout's members may ask for it, to replay
+        the step."""
         gradient_log, mean_N = self._s.layers.server.gradient_log, self.reductions.means.get(state.version - 1)
         if not gradient_log.is_wanted or mean_N is None:
             return
@@ -601,7 +601,7 @@ class GroupMembership(ABC):
     # --- inside ---
 
     def _make_learner(self) -> Learner | None:
-        """Return an object that makes us a learner while our state comes; None: this group has no learners."""
+        """Make the object that runs our learner phase while the state comes; None: this group has no learners."""
         return None
 
     def _lagging(self) -> events.Lagging | None:
@@ -609,7 +609,7 @@ class GroupMembership(ABC):
         return None
 
     def _means_wanted_from(self) -> int:
-        """Return the earliest step of which a replaying peer, or a layer that we fetch, still needs the gradient."""
+        """Return the first step with a gradient that other peers, or the layers that we fetch, still need."""
         group, now_s = self.core.group, self._clock.now_s()
         absent = self._absent.wanted_from(group.ready_members, group.full_members, version=self.version, now_s=now_s)
         return min(self._s.layers.server.pinned_from(), absent, self._lacks_from())
@@ -618,8 +618,8 @@ class GroupMembership(ABC):
         return 2**62 if self._light is None else self._light.needs_from()
 
     def _make_tied(self) -> TiedGradient | None:
-        """Return an object that adds up the gradients of the tied matrix, which the first and last stages hold; None:
-        we hold no tied matrix."""
+        """Make the object that adds up the gradients of the tied matrix, which the first and the last stage hold; None:
+        our group holds no tied matrix."""
         spans = tied_spans(self._s.spec, self.keys)
         if not spans:
             return None

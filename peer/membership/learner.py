@@ -103,8 +103,8 @@ class Learner:
         self._takes_part = asyncio.Event()
         """Set once a round that we are in has ended: all later rounds will include us."""
         self._from = _NEVER
-        """Lowest version of the layer that is being fetched, or of which a failed fetch left a part. The group's
-        reduced gradients from this version on are kept, so that the layer can catch up."""
+        """The first step with a gradient that the layer being fetched (or partly fetched by a failed fetch) needs in
+        order to catch up. The group's reduced gradients are kept from this step on."""
 
     # --- what others see ---
 
@@ -138,7 +138,7 @@ class Learner:
         self._takes_part.set()
 
     def needs_from(self) -> int:
-        """Return the first step of which a layer that is here, or being fetched, still needs the reduced gradient."""
+        """Return the first step with a reduced gradient that a fetched layer, or the one being fetched, still needs."""
         return min((self._from, *(at.version for at in self._gathered.values())))
 
     # --- the life of a learner ---
@@ -329,7 +329,7 @@ class Learner:
         return None
 
     async def _mean_by_round(self, step: int) -> Tensor | None:
-        """Wait for the reduced gradient of our round of `step`. None: there is no such round, or it stands still."""
+        """Wait for our round of `step` to bring its reduced gradient. None: we have no such round, or it stalls."""
         loop = asyncio.get_running_loop()
         before, since_s = -1, loop.time()
         while step not in self._reductions.means:

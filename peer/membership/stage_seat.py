@@ -84,8 +84,8 @@ class StageSeat:
                 neighbours.say_news(self.replica.audience)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Give our replica the presence updates that came before `plan`. Args: before: the plan that the replica
-        followed until now; None: the replica is new."""
+        """Pass to our replica the last presence update of each peer that has other places in `plan` than in `before`.
+        Args: before: the plan that the replica followed until now; None: the replica is new, and gets all updates."""
         audience = frozenset(self.replica.audience) if self.replica else frozenset()
         for peer, presence in self._s.neighbours.words():
             is_known = before is not None and before.groups_of(peer) == plan.groups_of(peer)
@@ -121,7 +121,7 @@ class StageSeat:
         self.replica.experts_at(self._me, self._s.own.presence())
 
     def _drains_in_vain(self, plan: Plan, stage: int) -> bool:
-        """True if draining is pointless: our stage is gone, or a member with which we would reduce is out of reach."""
+        """True if a drain would be in vain: our stage is gone, or one of its members cannot be reached."""
         newest = self._s.plans.newest
         if newest is None or newest.era != self._s.endpoint.era or stage >= len(plan.stages):
             return True

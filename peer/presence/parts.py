@@ -101,7 +101,7 @@ class Parts:
     def __init__(self) -> None:
         self.stage: StagePart | None = None
         self.experts: Mapping[int, ExpertHolding] = {}
-        """Group -> our membership in it."""
+        """Number of an expert's group -> our membership in that group."""
 
     @property
     def all(self) -> list[Part]:

@@ -23,7 +23,7 @@ MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""
 MUTE_AT_THE_END_S = 0.3
-"""Replaces `MUTE_S` once the layout has ended: commits not compared before the next layout begins do not count."""
+"""Replaces `MUTE_S` once the layout has ended: a commit counts only if it is compared before the next layout begins."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -40,11 +40,11 @@ class Agreement:
     _norms: dict[int, float] = field(default_factory=dict)
     """Version -> norm of the gradient of our step to that version."""
     own: tuple[Digest, ...] = ()
-    """One element: our digest of the present version; empty before the first version."""
+    """Our digest of the present version, as the only element; empty: we have not reached a version yet."""
     _since_s: dict[int, float] = field(default_factory=dict)
-    """Step -> time at which we first saw that we are past that step."""
+    """Step -> time at which `settle` first found that we had made this step."""
     next_s: float = math.inf
-    """Time from which a round's digests may be compared although some are missing."""
+    """Time to call `settle` again: then it may return a round although digests are missing. Infinite: no such round."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
@@ -95,7 +95,7 @@ class Agreement:
         return sorted(peer for peer, spoken in ahead.items() if spoken == first)
 
     def reports_left_by(self, reporter: PeerID) -> list[CommitCommand]:
-        """Return the reports that `reporter` may not have sent before it died."""
+        """Return the commit reports that `reporter` may not have sent before it died, so that we send them."""
         return [Report(report) for peer, report in self._unreported if peer == reporter]
 
     def settle(

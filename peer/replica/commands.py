@@ -33,9 +33,9 @@ class AnnouncePresence:
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Add a microbatch's gradient to the sum of its step; but if `counted.held_out` and there is room, keep the
-    gradient apart from the sum. Then pass `counted` to the core as an event, with `held_out` set to what was done. If
-    the step is over, pass nothing."""
+    """Add a microbatch's gradient to its step's sum. If `counted.held_out` is True and there is room, keep the gradient
+    apart from the sum instead. Then pass `counted` back to the core as an event, with `held_out` set to what was done;
+    if the step is over, pass nothing."""
 
     counted: GradientCounted
     retried: bool
@@ -160,8 +160,8 @@ QueueCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to every other member, or only to the member `to`. `can_wait`: the leader must get the message at
-    once, the others only within seconds. `can_rest` (with `can_wait`): the leader may wait, too (`telling.py`)."""
+    """Send `message` to all other members, or only to member `to`. `can_wait`: only the leader must get it at once, the
+    others within seconds. `can_rest` (only with `can_wait`): the leader, too, may get it later (`telling.py`)."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -185,7 +185,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """Show the group's agreed commit to local observers; another member reports it to the coordinator."""
+    """Show our group's commit to the observers in this process. Another member reports it to the coordinator."""
 
     report: CommitReport
 
@@ -216,7 +216,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the messages that wait to be sent to `peer`: the peer needs none. `died`: none will come from the peer."""
+    """Drop the unsent messages to `peer`, which needs them no more. `died`: also give up what we fetch from `peer`."""
 
     peer: PeerID
     died: bool = False

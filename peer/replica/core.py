@@ -50,7 +50,7 @@ from shoal.protocol.plan import Plan
 _OF_THE_PIPELINE: Final = frozenset(get_args(ScheduleEvent)) - {Paused, Resumed, Lagging}
 _OF_THE_QUEUE: Final = frozenset(get_args(QueueEvent)) - {TimerFired}
 _OF_A_PART: Final = frozenset({Make, MemberGranted, RunAhead, AskRepair, Contributed, Finished})
-"""Commands that one part of the core gives another part."""
+"""Commands from one part of the core to another; the driver never sees them."""
 
 
 class ReplicaCore(MemberCore):
@@ -133,7 +133,7 @@ class ReplicaCore(MemberCore):
         return self._supplied(self._queue.handle(event, now_s=now_s), now_s)
 
     def _supplied(self, commands: list[QueueCommand], now_s: float) -> list[Command]:
-        """Pass each command of the queue to another part, or return it for the driver."""
+        """Pass each of the queue's commands to the part of the core that it is for; return those for the driver."""
         assert self._queue is not None, "commands of a queue at a later stage"
         self._queue_due_s = self._queue.next_timer_s()
         return self._routed([*commands], now_s) if commands else []
@@ -198,7 +198,7 @@ class ReplicaCore(MemberCore):
         return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
 
     def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
-        """Return the traffic shares of the next stage's members, beginning with the member that we serve first."""
+        """Return member of the next stage -> its traffic share; the first is the member with which we begin."""
         group_peers, receivers = plan.stages[self.pipeline.stage].peers, plan.stages[self.pipeline.stage + 1].members
         if self.group.me in group_peers:
             receivers = tuple(in_turn(receivers, group_peers.index(self.group.me), len(group_peers)))

@@ -53,8 +53,8 @@ class PeerSaid:
 
 @dataclass(frozen=True, slots=True)
 class PeerDied:
-    """The plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still names `peer`,
-    but we refuse its gradients, and ignore the peer for as long as we have this place."""
+    """A plan has dropped `peer`, which had not announced that it leaves. `is_barred`: the plan still has `peer`, but we
+    refuse its gradients, and ignore `peer` for as long as we have this place."""
 
     peer: PeerID
     is_barred: bool = False
@@ -62,8 +62,8 @@ class PeerDied:
 
 @dataclass(frozen=True, slots=True)
 class PeerReborn:
-    """`peer` has begun anew in its stage; `incarnation`: the number of this start. Members of the peer's group may have
-    learnt of the restart already from a Progress message of the peer."""
+    """`peer` has begun anew in its stage, without state; `incarnation` is the number of this start. The members of its
+    group may already know of this from its Progress message."""
 
     peer: PeerID
     incarnation: int
@@ -71,8 +71,8 @@ class PeerReborn:
 
 @dataclass(frozen=True, slots=True)
 class JoinedGroup:
-    """We hold the group's state or, if `learner`, its weights. `remembers`: we can repeat microbatches of the last step
-    exactly."""
+    """We hold the group's state or, if `learner`, only its weights. `remembers`: if a microbatch of the last step is
+    run again, we get exactly the same gradient."""
 
     remembers: bool
     learner: bool = False
@@ -80,8 +80,8 @@ class JoinedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """`lags`: we are a learner, and our weights have become too old for every microbatch, so microbatches without a
-    forward go back to their senders. False: our weights are new enough again."""
+    """We are a learner. `lags` True: our weights have become too old for every microbatch, so microbatches without a
+    forward go back to their senders. `lags` False: our weights are new enough again."""
 
     lags: bool
 
@@ -116,13 +116,13 @@ class Arrived:
     retried: bool = False
     """The microbatch may have run before, here or elsewhere."""
     incarnation: int = 0
-    """The incarnation (number of a start) in which `source` sent the activation."""
+    """The number of the start in which `source` sent the activation (its incarnation then)."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The next stage has returned the microbatch: a gradient, or the `loss` of a validation microbatch. `waited_s`: the
-    microbatch's time in queues of later stages. `commit_s`: longest commit of a later stage."""
+    """The next stage has returned the microbatch, with its gradient or, after validation, its `loss`. `waited_s`: the
+    microbatch's time in queues of later stages. `commit_s`: the longest commit time of a later stage."""
 
     microbatch: Microbatch
     source: PeerID
@@ -177,8 +177,9 @@ class VersionSet:
 
 @dataclass(frozen=True, slots=True)
 class TrafficPlanned:
-    """The plan's traffic shares of the next stage's replicas, in plan order (None: as before), and the senders of
-    activations that we accept: replicas of the stage before, draining ones included."""
+    """A plan's traffic. `shares`: replica of the next stage -> its share of the traffic, first the replica with which
+    we begin; None: as before. `upstream`: the senders of activations that we accept: replicas of the stage before,
+    draining ones included."""
 
     shares: Mapping[PeerID, float] | None
     upstream: frozenset[PeerID]
@@ -186,8 +187,8 @@ class TrafficPlanned:
 
 @dataclass(frozen=True, slots=True)
 class PeerReady:
-    """`peer`, of the next stage, accepts microbatches; if not `is_open`, it accepts no new microbatches, but will still
-    return the gradients that it owes."""
+    """`peer`, of the next stage, accepts microbatches. If `is_open` is False, it accepts no new ones, but will still
+    return the gradients of those that it has."""
 
     peer: PeerID
     is_open: bool = True
@@ -195,8 +196,8 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class PeerLost:
-    """`peer` died, left the plan, or accepts no microbatches and will not return the gradients that it owes. If `peer`
-    has begun anew as incarnation `successor`, activations that this incarnation has already sent are not lost."""
+    """`peer` will not return the gradients that it owes us: it died, left the plan or no longer accepts microbatches.
+    `successor`: its incarnation after a restart; activations that this incarnation has sent us are not lost."""
 
     peer: PeerID
     successor: int | None = None
@@ -212,8 +213,8 @@ class HandedBack:
 
 @dataclass(frozen=True, slots=True)
 class RunAhead:
-    """The leader's choices. `steps_ahead`: how many steps ahead of the version microbatches may begin; -1: not chosen
-    yet. `gain`: microbatches in flight, divided by the number that the pipeline holds without queues."""
+    """The leader's choice for stage 0. `steps_ahead`: microbatches of how many later steps may begin; -1: not chosen
+    yet. `gain`: they begin only while fewer are in flight than `gain` times what the pipeline holds without queues."""
 
     steps_ahead: int
     gain: float
@@ -318,8 +319,8 @@ class WorkReturned:
 
 @dataclass(frozen=True, slots=True)
 class HaltAsked:
-    """`source`, a stage's last holder, leaves and asks that no step begins; `at_once`: and that the open step is given
-    up."""
+    """`source`, the last holder of a stage, leaves, and asks that no step begins. `at_once`: the open step is to be
+    given up, too."""
 
     source: PeerID
     at_once: bool
@@ -397,17 +398,17 @@ class DigestArrived:
 
 @dataclass(frozen=True, slots=True)
 class Stepped:
-    """We hold `version`, by a step or a fetched state. `digest`: digest of our state; None while we hold weights alone.
+    """We hold `version`, which we have made or fetched. `digest`: that of our state; None while we hold weights alone.
 
-    `by`: the round that gave the gradient of our step; a higher round may have replaced it, if a member died after
-    sending its part. `gradient_norm`: norm of that gradient, for the coordinator; None: we have fetched the state."""
+    `by`: the round that gave our step's gradient; the leader may have opened a later one of this step, if a member died
+    after sending its part. `gradient_norm`: norm of that gradient, for the coordinator; None: we fetched the state."""
 
     version: int
     digest: str | None
     by: RoundStart | None = None
     gradient_norm: float | None = None
     remembers: bool = False
-    """We can repeat microbatches of the previous step exactly."""
+    """If a microbatch of the previous step is run again, we get exactly the same gradient."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,9 +37,10 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.staleness import Price, price_of
 
 STEPS = 6
-"""Number of steps in a median (such as that of commit times), so that one step with a dead peer does not decide."""
+"""Measurements, such as the median commit time, cover this many last steps: one step with a dead peer is not
+decisive."""
 TOLD = 32
-"""Number of reported commit times that count: a gone replica's report is forgotten after this many microbatches."""
+"""Commit times reported with this many last gradients count: that of a gone replica is soon forgotten."""
 
 
 @dataclass(slots=True)
@@ -224,14 +225,14 @@ class Control:
 
     @property
     def steps_ahead(self) -> int:
-        """The number of later steps from which a member may be granted microbatches while other members still have
-        microbatches of the current step to claim. It is 0 until a choice is made: all members wait for a layout's first
-        step, so the whole first step is granted before the next one."""
+        """How many steps ahead of the current one members may be granted microbatches while others still have some of
+        the current step to claim. It is 0 until a choice is made: all members wait for a layout's first step, so the
+        whole first step is granted before the next one."""
         return self.in_force[0] if self.in_force is not None else 0
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """The (steps ahead, gain) in force: the leader's choice, or ours while the leader has none. None: no choice."""
+        """The (steps ahead, gain) in force: the leader's choice; until the leader has one, ours. None: no choice."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain
         return self._led

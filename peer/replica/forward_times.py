@@ -10,8 +10,8 @@ _TOLD_FORWARDS: Final = 9
 """The median of the last 9 forwards is reported: a slower device shows after five of them, which is beyond noise."""
 _SURE_FORWARDS: Final = 3
 _SURE_TIMES: Final = 2.0
-"""Only the last `_SURE_FORWARDS` forwards count if each took more than this multiple of the median, or less than the
-median divided by it: a device that became far slower may never get the five forwards that change the median."""
+"""If the last `_SURE_FORWARDS` forwards all took more than this multiple of the median, or all less than the median
+divided by it, only they count: a far slower device may never run the five forwards that change the median."""
 _KINDS: Final = ("forward", "loss")
 
 

@@ -74,7 +74,7 @@ class GroupCore(GroupView):
     catch_up_after_s: float = 1.0
     incarnation: int = 0
     _learner_until: dict[PeerID, int] = field(init=False, default_factory=dict)
-    """Peer just promoted to full member -> the last step with a round that may still list the peer as a learner."""
+    """Learner that became a full member -> the last step for which a round may still list it as a learner."""
     _count: int = field(init=False, default=0)
     _announced_leader: PeerID | None = field(init=False, default=None)
     _behind_at_s: float = field(init=False, default=math.inf)
@@ -317,7 +317,7 @@ class GroupCore(GroupView):
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """Drop our round, if we lead and `peer` has contributed more than the round says (a microbatch ran twice)."""
+        """If we lead, drop our round once `peer` has contributed more than it lists (a microbatch ran twice)."""
         start = self._rounds.open[step]
         if step != self.version or self.leader != self.me:
             return
@@ -457,8 +457,8 @@ class GroupCore(GroupView):
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """Set the time at which to ask a member past our version for the gradient: after `catch_up_after_s`, or at once
-        if no round that we know will give us this gradient."""
+        """If another member has a later version, set when to ask it for the gradient that we lack: at once, or after
+        `catch_up_after_s` if a round that names us should bring this gradient."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))

@@ -23,7 +23,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimelineEntry:
-    """The time in which one job, or a part of one, had the device, by this peer's clock. `F(3, 1)`: forward of
+    """The time, by this peer's clock, in which the device ran one job or a part of one. `F(3, 1)`: forward of
     microbatch (3, 1)."""
 
     job: Job

@@ -21,8 +21,8 @@ STALL_S_BEGINNING = 3.0
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Minimum seconds until stage 0's group requests a repair: most microbatches that it lacks are still in the
-pipeline."""
+"""Stage 0's group waits at least this many seconds before it requests a repair: most microbatches that it lacks are
+still in the pipeline."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,7 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most microbatches that it lacks are still in the pipeline, so it asks late for repairs."""
     begins_at: int = 0
-    """The restore point's version. Stage 0's leader makes all grants of the step there, so it knows of every loss."""
+    """The restore point's version. Stage 0's leader grants all of the step after it, so it knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
@@ -53,14 +53,14 @@ class Losses:
     _version_since_s: float = field(init=False, default=0.0)
     _grown_at_s: float = field(init=False, default=0.0)
     _may_lack: bool = field(init=False, default=False)
-    """An unreported loss is possible: a member died since the last step, or perhaps before we came."""
+    """True if contributions may be lost unreported: a member died since the last step, or perhaps before we came."""
     _has_died: bool = field(init=False, default=False)
     _num_asked: int = field(init=False, default=0)
     _steps_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=8))
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches granted to `peer`: the peer reported them, or we granted them (a report may be lost)."""
+        """Record microbatches as granted to `peer`: `peer` says so, or we grant them (its own report may be lost)."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 

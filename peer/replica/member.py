@@ -125,7 +125,7 @@ class MemberCore(ABC):
         """Tell the group's core what `presence` says about a peer's place in our group."""
 
     def _more_follows(self, step: int) -> bool:
-        """True if more microbatches of `step` are here, so that one report can cover several contributions."""
+        """True if this member has yet to contribute more microbatches of `step`: one report can then cover several."""
         return False
 
     def _changed(self, now_s: float) -> list[Command]:
@@ -133,11 +133,11 @@ class MemberCore(ABC):
         return []
 
     def _peer_lost(self, peer: PeerID, successor: int | None, now_s: float) -> list[Command]:
-        """React to the loss of work sent to `peer`. `successor`: the peer's incarnation after a restart, or None."""
+        """Handle the loss of the work that we sent to `peer`. `successor`: its incarnation after a restart, or None."""
         return []
 
     def _routed(self, commands: list[Command], now_s: float) -> list[Command]:
-        """Pass each command that one part of the core gives another to that part; return the rest for the driver."""
+        """Pass on the commands that parts of the core give each other; return the others, which are for the driver."""
         return commands
 
     # --- inside ---

@@ -26,9 +26,9 @@ class Mate:
     reported_empty: bool = False
     """The member's last announcement said that it is not ready, is a learner, or has a place elsewhere."""
     names: PeerID | None = None
-    """The leader that the member names; None: it has named none; empty: it knows no leader."""
+    """The leader that the member's reports name; None: no report has named one; empty: the member knows no leader."""
     count: int = -1
-    """The number (`Progress.count`) of the message in which the member named that leader."""
+    """`Progress.count` of the report that named that leader; reports with a lower count are older, and ignored."""
     incarnation: int = -1
     """The highest incarnation (number of its latest start in this group) that the member has reported; -1: none."""
     dropped_s: float | None = None
@@ -50,7 +50,7 @@ class MembershipView:
     """The plan's members by rank, ourselves included if it names us."""
     in_plan: bool = field(init=False, default=False)
     group_peers: tuple[PeerID, ...] = field(init=False, default=())
-    """The plan's other members, ready or not, in rank order, without peers that we bar from the group."""
+    """The plan's members except us, in rank order, ready or not, without peers that we bar from the group."""
     ready_members: tuple[PeerID, ...] = field(init=False, default=())
     full_members: tuple[PeerID, ...] = field(init=False, default=())
     """The ready members that hold the full state, without ourselves."""
@@ -62,9 +62,9 @@ class MembershipView:
     draining: tuple[PeerID, ...] = field(init=False, default=())
     """Ready members that the plan no longer names: they drain."""
     leader: PeerID | None = field(init=False, default=None)
-    """The first full member by rank that is open; if none is open, the first full member; None: there is none."""
+    """The first open full member by rank; if no member is open, the first full member; None: the group has none."""
     doubtful: tuple[PeerID, ...] = field(init=False, default=())
-    """The members that may still follow another leader."""
+    """Members that may still follow another leader than us; while there are any, we do not act as the leader."""
     is_leader: bool = field(init=False, default=False)
     """We are the leader, and no member may still follow another (`doubtful` is empty)."""
     _known: dict[PeerID, Mate] = field(init=False, default_factory=dict)

@@ -70,8 +70,8 @@ RETRY_S = 0.2
 HALT_S = 10.0
 """Seconds that a halt (no step begins) lasts unless the leaving member renews it; at most `HALTED_S_MAX` in all."""
 _STILL_STEPS = 2.0
-"""The run counts as standing still after this many step times without a step: then even repairs beyond the share of the
-peer that asks are admitted, since the work may really be lost."""
+"""The run counts as standing still if no step was made for this many step times. Then a peer's repairs are admitted
+even beyond its share, since the work may really be lost."""
 _SHARE_MIN = 1e-3
 _SHARE_TIMES = 1.1
 """A member that is quicker than the plan assumes computes up to this multiple of its share, so that the step does not
@@ -116,37 +116,37 @@ class MicrobatchQueue:
     group: GroupView
     demand: Schedule
     is_stopped: bool = False
-    """We drain, pause or lag, so we claim nothing and run no repairs."""
+    """True if we drain, pause or lag: then we claim nothing and run no repairs."""
     _claims: dict[PeerID, _OpenClaim] = field(init=False, default_factory=dict)
     _out: dict[Microbatch, _Since] = field(init=False, default_factory=dict)
     """Microbatch that is granted and not contributed yet -> (member, time of the grant)."""
     _had: dict[int, Counter[PeerID]] = field(init=False, default_factory=dict)
-    """Step -> how many of its microbatches were given to each member."""
+    """Step -> member -> how many microbatches of the step were granted to the member."""
     _made_s: dict[PeerID, float] = field(init=False, default_factory=dict)
     """Member -> time at which it last contributed a microbatch that we had granted to it."""
     _flows_s: float | None = field(init=False, default=None)
-    """The time at which the first of the microbatches that we granted was contributed. Before that, stages may have
-    waited for their state, so members are not blamed for the time."""
+    """Time of the first contribution of a microbatch that we had granted. Members are not blamed for the time before
+    it, in which stages may have waited for their state."""
     _pace: PeerPace = field(init=False, default_factory=PeerPace)
     _turns: Turns = field(init=False, default_factory=Turns)
     _halts: dict[PeerID, _Halt] = field(init=False, default_factory=dict)
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> time until which the repairs that it asked for use up its share of all work (`REPAIRED_SHARE`)."""
+    """Peer -> time until which its past repairs count, each for 1 / `REPAIRED_SHARE` of the time of a microbatch."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
     _asked: _Since | None = field(init=False, default=None)
-    """The leader that we have asked for microbatches, and the time of asking."""
+    """The leader to which our open claim (a request for microbatches) went, and when; None: no claim is open."""
     _answers_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
-    """Seconds from claim to answer, of the last claims. The least is the round trip of a claim that did not wait."""
+    """Seconds from claim to answer, for our last claims. The least is the round trip of a claim answered at once."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """Time to serve open requests for microbatches: the end of the event loop's turn in which something changed."""
+    """When to answer open claims: at the end of this turn of the event loop if something changed, else never (inf)."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
-    """No microbatches are requested before this time, because a claim has failed."""
+    """Time before which we send no new claim for microbatches, because one has failed."""
 
     @property
     def open_claims(self) -> tuple[PeerID, ...]:
@@ -398,8 +398,8 @@ class MicrobatchQueue:
         return {peer: share / total for peer, share in shares.items()}
 
     def _due(self, source: PeerID, share: float, everyone: Sequence[PeerID]) -> dict[int, int]:
-        """Return how many microbatches of each open step may be granted to a member with the share `share`. A member
-        that has become slow gets no more of a step than it can compute while the others compute the rest."""
+        """Return open step -> how many of its microbatches may be granted to `source`, a member with the share `share`.
+        A member that has become slow gets no more of a step than it can compute while the others compute the rest."""
         control = self.demand.control
         last = self.book.version + (control.steps_ahead if control is not None else math.inf)
         held: dict[int, Counter[PeerID]] = {step: Counter(dict.fromkeys(everyone, 0)) for step in self.book.left}
@@ -417,7 +417,7 @@ class MicrobatchQueue:
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return how many microbatches of a step a member with this share may compute, however many are left."""
+        """Return how many microbatches of a step are a member's full share: the plan's share and up to a tenth more."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
@@ -438,7 +438,7 @@ class MicrobatchQueue:
         return self._pace.weight(peer, everyone, waiting_s=now_s - since_s) == 1.0
 
     def _take_back(self, source: PeerID, microbatch: Microbatch, begun: bool) -> list[QueueCommand]:
-        """Run a microbatch ourselves that a member hands back because it pauses or lags."""
+        """Run ourselves a microbatch that `source` hands back because it pauses or lags."""
         if not self.group.is_leader or not self.group.has_place(source):
             raise Refused(self.group.me, "does not lead stage 0 for the sender")
         self._out.pop(microbatch, None)

@@ -14,7 +14,7 @@ from shoal.protocol.messages import RoundStart
 from shoal.protocol.wire_format import WireFormat
 
 _EACH: Final = 1000
-"""Number of values that each part of a round's number can have: retries under a plan, leader's rank, incarnation."""
+"""A round's number has digits to this base: the plan's sequence, retries under the plan, leader's rank, incarnation."""
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many plans that we do not know yet. A round numbered by a plan further ahead is refused, since
 its number would shut out every other round."""

@@ -31,9 +31,9 @@ class PeerPace:
     """The running average of the seconds that each peer takes for one microbatch, time in queues excluded."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> average seconds. This is an upper bound: it includes delays that the peer may not have caused."""
+    """Peer -> average seconds for a microbatch, an upper bound: delays that other peers may have caused count."""
     _blamed_s: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> the part of `_takes_s` that the peer itself surely caused."""
+    """Peer -> average seconds for a microbatch, without delays that other peers may have caused."""
     _tried_s: dict[PeerID, float] = field(default_factory=dict)
 
     def took(self, peer: PeerID, seconds: float, *, blamed_s: float | None = None) -> None:
@@ -46,8 +46,8 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time. This at least doubles its average, and the wait for a new
-        trial."""
+        """Record that the peer has not answered in time. This at least doubles its average, and so the time until it is
+        tried again."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -184,8 +184,8 @@ class Router:
         return laggards or idle
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:
-        """Return, of the replicas with the least outstanding work relative to their share, the one that has so far been
-        given the least work relative to its share."""
+        """Return the replica with the least outstanding work for its share. If several are about equal, return the one
+        that has so far been given the least work for its share."""
         weights = {peer: self.shares[peer] * paces[peer] for peer in candidates}
         owed = {peer: (self._outstanding.get(peer, 0) + 1) / weight for peer, weight in weights.items()}
         most = (1.0 + ALIKE) * min(owed.values())

@@ -71,8 +71,8 @@ class Flight:
     """The state of one microbatch at this replica."""
 
     sources: dict[PeerID, int]
-    """Each peer that waits for the gradient -> its incarnation. Empty at stage 0; more than one if the stage before
-    ours sent the microbatch again, by another peer."""
+    """Peer of the stage before that waits for the gradient -> its incarnation. Empty at stage 0; several peers if the
+    stage before sent the microbatch again, by another peer."""
     validates: bool
     retried: bool = False
     """The microbatch may have run elsewhere before it came here; we tell this to later stages, too."""
@@ -82,7 +82,7 @@ class Flight:
     """The next stage's peer that owes us the gradient; None before the activation is sent, and once the gradient is
     back."""
     doubted: PeerID | None = None
-    """The peer that had the microbatch before it was sent again. Another is preferred, as this peer may be slow."""
+    """The peer that had the microbatch before it was sent again. It may be slow, so another peer is preferred."""
     handed_back: bool = False
     """The microbatch was handed back while its job was parked, so that job will have no result."""
     loss: float = 0.0
@@ -364,8 +364,8 @@ class Schedule:
         return [*back, Forget(microbatch)]
 
     def _lost(self, peer: PeerID, successor: float, now_s: float) -> list[ScheduleCommand]:
-        """Send to other replicas the microbatches that `peer` had, and drop those that its incarnations before
-        `successor` sent us. Keep the activations that the successor itself has sent, as each is sent only once."""
+        """Send to other replicas the microbatches that `peer` had. Drop those that `peer` sent us in incarnations
+        before `successor`; keep those that incarnation `successor` has sent, as each is sent only once."""
         self.router.set_ready(peer, False)
         commands: list[ScheduleCommand] = []
         for microbatch, flight in sorted(self._flights.items(), key=lambda item: item[0]):

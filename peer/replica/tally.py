@@ -16,13 +16,13 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(slots=True)
 class Tally:
-    """One member's contribution to one step: the microbatches that, as far as we know, are in its sum or held out."""
+    """One member's contribution to one step: the microbatches in its sum or kept apart from it, as far as we know."""
 
     indices: Indices = 0
     loss_sum: float = 0.0
     staleness_sum: int = 0
     held_out: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Index -> (loss, staleness) of the contributions that are held out of the sum: a round can still omit them."""
+    """Index of a microbatch kept apart from the sum, which a round can still omit -> (its loss, its staleness)."""
 
     @property
     def firm(self) -> Indices:

@@ -82,8 +82,8 @@ class WorkQueue:
     def grant(
         self, count: int, due: Mapping[int, int] | None = None, *, due_to_validate: int | None = None
     ) -> list[Microbatch]:
-        """Grant up to `count` microbatches. Args: due: step -> the most microbatches of that step to grant;
-        due_to_validate: the most validation microbatches to grant; None: no limit."""
+        """Grant up to `count` microbatches. Args: due: step -> how many microbatches of that step to grant at most;
+        due_to_validate: how many validation microbatches to grant at most. None: no further limit."""
         validating = count if due_to_validate is None else min(count, due_to_validate)
         granted, self._validation = self._validation[:validating], self._validation[validating:]
         for step in self._open_steps():

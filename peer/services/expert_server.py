@@ -35,7 +35,7 @@ from shoal.protocol.tensors import BACKWARD_PER_FORWARD
 logger = logging.getLogger(__name__)
 
 STRANGER: Final = PeerID("")
-"""The name under which all strangers are counted together, since a new name costs a stranger nothing."""
+"""One peer ID under which we count all strangers' requests together, since a new ID costs a stranger nothing."""
 
 
 class Room:
@@ -60,9 +60,9 @@ class Room:
 
 
 class ExpertWork:
-    """One expert of a stage, and its computation here. Args: upwards: our membership in the expert's group.
+    """One expert of a stage, and its computation here. `version` changes only on the event loop's thread.
 
-    `version` changes only on the event loop's thread."""
+    Args: upwards: our membership in the expert's group; it says which gradients the group lacks, and counts ours."""
 
     def __init__(self, runtime: ExpertShard, stage: int, *, upwards: ExpertHolding) -> None:
         self.runtime = runtime

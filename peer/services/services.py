@@ -26,7 +26,7 @@ class RunHere:
 
     spec: RunSpec
     arithmetic: Arithmetic
-    """The peer's computations on tensors; without the run's text the peer is never at stage 0."""
+    """The peer's computations on tensors. They include the run's text if the peer has it, which stage 0 needs."""
     traffic: Traffic
     """The policy for sending microbatches to the next stage."""
 

@@ -30,7 +30,7 @@ class Shortages:
         self.num = 0
         """Number of shortages so far."""
         self._short: dict[Part, asyncio.TimerHandle] = {}
-        """Membership that paused for lack of memory -> the timer of its next try."""
+        """Membership that paused for lack of memory -> the timer of its next attempt to go on."""
 
     def free(self) -> None:
         """Free the caches that training does not need."""
