@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 IGNORED: Final = -100
-"""The target of a token that is not learnt. torch's own losses skip it."""
+"""Stands in place of a target that does not count in the loss. torch's own losses skip it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,13 @@ class Labels:
     """The labels of one microbatch."""
 
     targets_BT: Tensor
-    """int64: the next token, or IGNORED if it is not learnt."""
+    """int64: for each token the next one, or IGNORED if that does not count in the loss."""
     begins_BT: Tensor | None = None
     """bool, True where a document begins; None: attention crosses documents."""
     counted: int | None = None
     """The number of targets that are not IGNORED; None: no target is IGNORED."""
     weight: float = 1.0
-    """The factor on the mean loss over these targets, rounded to float32."""
+    """The factor, rounded to float32, by which the mean loss over the counted targets is multiplied."""
     tokens_BT: Tensor | None = None
     """int64: the input tokens, if every stage needs them (in a subspace model); else None."""
 
