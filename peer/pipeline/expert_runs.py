@@ -11,14 +11,14 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""The most open runs of one microbatch by one sender, since each has a gradient as large as the expert. An honest
-sender may have one run to report, one in progress, and between these two some that it gave up without a report."""
+"""The most runs of one microbatch by one sender that may be open: each has a gradient as large as the expert. An honest
+sender may have one run to report, one in progress, and in between some that it gave up without a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch. Its sender, the stage member `source`, numbers its own replicas (`incarnation`), and the
-    runs of each replica (`passage`)."""
+    """One run of a microbatch, identified by its sender `source` (a stage member), which replica of the sender it was
+    (`incarnation`), and which run of that replica (`passage`)."""
 
     microbatch: Microbatch
     source: PeerID
@@ -39,7 +39,7 @@ class OpenRun:
     weights: WeightSet | None
     staleness_steps: int
     layers: set[int] = field(default_factory=set)
-    """Layers that the gradient includes."""
+    """The layers with a finished backward, which is in the gradient."""
 
 
 class OpenRuns:
@@ -63,7 +63,7 @@ class OpenRuns:
         return opened
 
     def layers_done(self, run: Run) -> int:
-        """Return the number of layers that the run's gradient includes."""
+        """Return in how many layers this run has finished its backward."""
         opened = self._open.get(run)
         return len(opened.layers) if opened else 0
 
@@ -87,8 +87,8 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. The successor's
-        runs stay: its tokens may arrive before the news of the restart."""
+        """Forget the runs of `source`, which has died, or has restarted with the incarnation `successor`. Runs of
+        `successor` stay: its tokens may arrive before the news of the restart."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)

@@ -53,7 +53,7 @@ class _Step:
     new: dict[str, LayerState] = field(default_factory=dict)
     skipped: int = 0
     square: float = 0.0
-    """The squared 2-norm, before clipping, of the gradients of the layers in `new`."""
+    """The squared 2-norm of the stepped layers' (`new`) gradients before clipping."""
 
 
 class How(TypedDict, total=False):
@@ -132,14 +132,15 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be repeated exactly, or need not be exact (s_max > 0)."""
+        """True if a microbatch of the previous step may run again: with the same weights, or with others if s_max >
+        0."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, from the run's seed, a group member or a snapshot. Keep the sums of uncommitted steps."""
+        """Use `state`, from the run's seed, a group member or a snapshot. Gradient sums of uncommitted steps stay."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -147,7 +148,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of uncommitted steps."""
+        """Use `weights` without moments, as a learner, until a state is loaded. Sums of uncommitted steps stay."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -260,8 +261,8 @@ class Shard:
     # --- for subclasses, within a job ---
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
-        """Return (weights for the microbatch's step, autograd leaves of these weights that collect only this
-        microbatch's gradient)."""
+        """Return (the weights for the microbatch's step, autograd leaves that share their memory and collect the
+        gradient of this microbatch alone)."""
         self._contributions.settle()  # adds announced gradients, which frees memory
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
@@ -311,7 +312,7 @@ class StageShard(Shard, ABC):
     """
 
     flop: JobFlop
-    """Floating-point operations of a job; of a job that calls experts on other peers, those of one part."""
+    """FLOP of each kind of job; of one part of a job if calls to experts on other peers cut the job."""
 
     def __init__(
         self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, corpus: Corpus | None, **how: Unpack[How]
@@ -321,8 +322,8 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`. Send gradients in the format that the run pairs with `coming`, the
-        format of the activations that arrive."""
+        """From now on send activations in the format `leaving`, and gradients in the format that the run pairs with
+        `coming`, in which activations arrive."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod

@@ -50,8 +50,8 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
-    """The forward's weights, their leaves, and the output [B, T, D] with its graph; None: the backward repeats the
-    forward."""
+    """(the forward's weights, their autograd leaves, the output [B, T, D] with its graph); None: the backward repeats
+    the forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
     """If the backward runs layer by layer: (the forward's weights, their leaves, each layer's input); else None."""
 

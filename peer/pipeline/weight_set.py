@@ -17,9 +17,9 @@ class WeightSet:
     params: Mapping[str, Tensor]
     """Layer key -> float32 [numel]; bfloat16 [numel] at a learner."""
     version: int
-    """The version from which the set was made."""
+    """The version of the state from which the set was made or predicted."""
     num_seen: int = 0
-    """The number of gradients, of steps not yet committed, that the strategy used to make the set."""
+    """How many gradients of uncommitted steps the compensation for staleness used to predict the set."""
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
@@ -63,4 +63,4 @@ class OpenSum:
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or none is corrected."""
+    """Sum, over the stale gradients, of the weights at which each was taken; None: no gradient is stale, or no need."""

@@ -37,9 +37,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 _BEGINS: Final = 1 << 30
-"""The bit of a label that marks the beginning of a document; the bits below hold the target."""
+"""The bit of a token's label that marks the beginning of a document; lower bits hold the token's target."""
 _NOTHING: Final = _BEGINS - 1
-"""The value of a target that is not learnt. No vocabulary is that large (`VOCABULARY_MAX`)."""
+"""What is sent in place of a target that does not count in the loss; more than any token (`VOCABULARY_MAX`)."""
 
 
 class ActivationWire:
@@ -51,17 +51,17 @@ class ActivationWire:
         self._shape_BT = self._shape_BTW[:2]
         self._numel = math.prod(self._shape_BTW)
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
-        """Size of an activation's payload without labels -> its format; `_gradients` does this for gradients."""
+        """Bytes of an encoded activation, without labels -> its format. `_gradients` is the same for gradients."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
         self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
         self.targets_bytes = spec.labels_bytes
-        """Bytes of the labels of an activation, including the tokens of a subspace model."""
+        """The bytes of an activation's labels: targets, perhaps weight, and in a subspace model tokens."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`. Send gradients in the format that the run pairs with `coming`, the
-        format of the activations that arrive. Both arguments are formats of `WireSpec.forward`."""
+        """Send activations in the format `leaving`, and gradients in the format that the run pairs with `coming`, in
+        which activations arrive. Both arguments are formats of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property
