@@ -6,8 +6,8 @@ runs in Jinja's sandbox, sees no clock, and writes what transformers would write
 **Which text is an answer.** If the template marks its answers with `{% generation %}`, the marks decide. Otherwise the
 conversation is rendered twice: before the answer (with the template's prompt for an answer), and including the answer.
 The text that the second rendering adds is the answer; it includes the token that ends a turn. If a template renders an
-earlier answer differently once more messages follow (without its thoughts, say), only the last answer is learnt. An
-answer with a `weight` of 0 is not learnt.
+earlier answer differently once more messages follow (without its thoughts, say), only the last answer counts in the
+loss. An answer with a `weight` of 0 does not count.
 
 **Skipped rows.** A row is skipped if it has tool calls or separate thoughts, which we would not render, or an empty
 answer, which would teach the model to end a turn at once.

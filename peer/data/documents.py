@@ -43,7 +43,7 @@ class Document(NamedTuple):
     done: float
     """The share of the source read so far; 0 if unknown."""
     answers: Spans = ()
-    """In a conversation, the ranges of `text` that are answers: only these count in the loss."""
+    """The ranges of `text` that are answers, in a conversation: only these count in the loss."""
     is_framed: bool = True
     """True: the tokens that begin and end a document must be added. False: the chat template has written them."""
 

@@ -1,9 +1,10 @@
 """The labels that travel with a microbatch's tokens: targets, and where documents begin.
 
-**The weight of a microbatch.** Say that microbatch i of the M microbatches of a step learns c_i tokens (in a chat only
-answers are learnt). Its loss is the mean over these c_i tokens, times the weight c_i M / (c_1 + … + c_M). So the mean
-over the step's microbatches, which a group commits and reports, is the mean over all learnt tokens of the step. Stage 0
-can compute all c_i, since the seed determines every microbatch; it sends the weight with the activations.
+**The weight of a microbatch.** Say that c_i targets of microbatch i count in the loss (in a chat, only those in
+answers), and that a step has M microbatches. The loss of microbatch i is the mean over these c_i targets, times the
+weight c_i M / (c_1 + … + c_M). So the mean over the step's microbatches, which a group commits and reports, is the mean
+over all these targets. Stage 0 can compute all c_i, since the seed determines every microbatch; it sends the weight
+with the activations.
 
 B samples   T tokens
 """

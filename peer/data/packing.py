@@ -1,7 +1,7 @@
 """Documents packed into one long array of tokens: first those for training, then those for validation.
 
 Each document begins and ends with the tokens that the vocabulary asks for. Further files have the index of each
-document's first token and, for chats, which tokens are learnt. A hash of a document's text decides whether it is for
+document's first token and, for chats, which tokens the loss counts. A hash of its text decides if a document is for
 validation, so both copies of a duplicate are on the same side. The array is mapped from disk: it may be larger than
 memory, and a restart does not tokenise again.
 """

@@ -68,13 +68,13 @@ class Blocks:
 
 
 class Packs:
-    """Samples of whole conversations, as many in each as fit; the rest of a sample is padding that is not learnt.
+    """Samples of whole conversations, as many in each as fit; the rest of a sample is padding, outside the loss.
 
     A conversation of n tokens takes n - 1 places: its last token predicts nothing. A conversation longer than a sample
     loses its end; it is dropped if no answer is left.
 
     Args:
-        counted_N: uint8 [N], 1 if the token is learnt as a target.
+        counted_N: uint8 [N], 1 if the token counts as a target in the loss.
         start_D: int64 [D], rising: the first token of each conversation.
     Raises: DataError: there is nothing to learn.
     Source: best-fit decreasing as in Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv

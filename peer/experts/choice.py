@@ -39,8 +39,8 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 
 @dataclass(kw_only=True, slots=True)
 class HolderRouter(Router):
-    """Distributes the microbatches of one expert among its holders by their shares. A holder's load is all microbatches
-    sent to it before, and once more those still outstanding. If only the few outstanding ones counted, the holder with
+    """Distributes the microbatches of one expert among its holders by their shares. Everything sent to a holder before
+    counts, and microbatches still outstanding count twice. If only the few outstanding ones counted, the holder with
     the largest share would get every microbatch."""
 
     me: PeerID

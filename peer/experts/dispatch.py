@@ -100,7 +100,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's P rows to their experts. Return the experts' output, [P, D]; zeros for rows passed by."""
+        """Send one layer's P rows to their experts. Return the output, [P, D]; zeros for tokens that skip theirs."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}

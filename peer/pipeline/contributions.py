@@ -43,7 +43,8 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """Sum, over the stale gradients, of the weights at which each was taken; None: no gradient is stale, or no need."""
+    """The sum of the weights at which the stale gradients were taken, with one summand for each of them. None: no
+    gradient is stale, or the compensation for staleness does not use the sum."""
     num: int
 
 

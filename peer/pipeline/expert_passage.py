@@ -9,7 +9,7 @@ from shoal.protocol.ports import Payload
 
 @dataclass(slots=True)
 class ExpertPart:
-    """What one expert does for one run of a microbatch, in all layers of the stage."""
+    """The work of one expert, in all layers of the stage, for one run of a microbatch."""
 
     holder: PeerID | None = None
     """The present holder; None: not chosen yet, or lost."""

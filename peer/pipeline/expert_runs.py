@@ -39,7 +39,7 @@ class OpenRun:
     weights: WeightSet | None
     staleness_steps: int
     layers: set[int] = field(default_factory=set)
-    """The layers with a finished backward, which is in the gradient."""
+    """The layers in which the run's backward is finished: `gradient_N` includes them."""
 
 
 class OpenRuns:

@@ -132,15 +132,14 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step may run again: with the same weights, or with others if s_max >
-        0."""
+        """True if a microbatch of the previous step may run again: with equal weights, or if s_max > 0 with others."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, from the run's seed, a group member or a snapshot. Gradient sums of uncommitted steps stay."""
+        """Use `state`, from the run's seed, a group member or a snapshot. Keep gradient sums of uncommitted steps."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -148,7 +147,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use `weights` without moments, as a learner, until a state is loaded. Sums of uncommitted steps stay."""
+        """Use `weights`, without moments (as a learner), until a state is loaded. Keep uncommitted gradients."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -219,9 +218,9 @@ class Shard:
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). If the
-        strategy corrects and `step` is the current version, the sum is corrected for the weights at which the gradients
-        were taken. (If we request a sum before our own step to version `step` has ended, it is not corrected.)
+        """Request the sum of our gradients of `step`, with the held-out ones that `indices` names (None: all). If the
+        compensation corrects gradients for the weights at which they were taken, and `step` is the current version,
+        the sum is corrected. (A sum requested before our own step to version `step` has ended is not corrected.)
 
         Returns: a function for any thread but the event loop's: float32 [N] on the CPU; None: our step has begun.
         """
@@ -322,8 +321,8 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """From now on send activations in the format `leaving`, and gradients in the format that the run pairs with
-        `coming`, in which activations arrive."""
+        """Send activations in the format `leaving`, and gradients in the format that the run pairs with `coming`, in
+        which activations arrive."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod

@@ -12,7 +12,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class WeightSet:
-    """The parameters of a stage for one step. Two sets are never equal, even with equal numbers."""
+    """The parameters that a stage uses for one step. Sets are compared by identity, not by their numbers."""
 
     params: Mapping[str, Tensor]
     """Layer key -> float32 [numel]; bfloat16 [numel] at a learner."""
@@ -63,4 +63,5 @@ class OpenSum:
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """Sum, over the stale gradients, of the weights at which each was taken; None: no gradient is stale, or no need."""
+    """The sum of the weights at which the stale gradients were taken, with one summand for each of them. None: no
+    gradient is stale, or the compensation for staleness does not use the sum."""

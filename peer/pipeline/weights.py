@@ -146,7 +146,7 @@ class Weights:
         return sets[state.version]
 
     def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
-        """True if a new set would use more: the strategy uses gradients, and a commit or enough of them came since."""
+        """True if the strategy uses gradients, and a commit or many new gradients came since `weights` was made."""
         if not self._sees:
             return False
         num_seen = self._num_seen(state, step)

@@ -7,12 +7,12 @@ numbers, which no real model has). So a payload can be read under any plan, and 
 In formats of few bits (`kernels/codec`) activations are rounded to nearest, and gradients stochastically, so that they
 are unbiased. The microbatch and the layer seed the rounding, so a repeated backward gives the same bytes.
 
-An activation is followed by its labels: the target of each token. If the run masks documents or does not learn all
-targets, the microbatch's weight follows, too, and one bit of each target marks the beginnings of documents.
+An activation is followed by its labels: the target of each token. If the run masks documents or leaves out targets
+in the loss, the microbatch's weight follows, too, and one bit of each target marks the beginnings of documents.
 
 In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, and the
-receiver needs the tokens to restore the D numbers. If all targets are learnt, each target is the next token, so only
-the first token of each sample is sent as well; otherwise all tokens are sent.
+receiver needs the tokens to restore the D numbers. If no target is left out, each is the next token, so only the
+first token of each sample is sent as well; otherwise all tokens are sent.
 
 B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -39,7 +39,7 @@ from shoal.protocol.wire_format import WireFormat, tensor_bytes
 _BEGINS: Final = 1 << 30
 """The bit of a token's label that marks the beginning of a document; lower bits hold the token's target."""
 _NOTHING: Final = _BEGINS - 1
-"""What is sent in place of a target that does not count in the loss; more than any token (`VOCABULARY_MAX`)."""
+"""Stands in place of a target that does not count in the loss. It is above all tokens (`VOCABULARY_MAX`)."""
 
 
 class ActivationWire:
@@ -57,7 +57,7 @@ class ActivationWire:
         self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
         self.targets_bytes = spec.labels_bytes
-        """The bytes of an activation's labels: targets, perhaps weight, and in a subspace model tokens."""
+        """The bytes of an activation's labels: targets, in some runs a weight, and in a subspace model tokens."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
         """Send activations in the format `leaving`, and gradients in the format that the run pairs with `coming`, in

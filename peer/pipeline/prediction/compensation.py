@@ -34,7 +34,7 @@ class OwnGradients:
 
 
 Seen = Sequence[OwnGradients | None]
-"""This member's gradients of the layer's version, of the next step ...; None for a step without any."""
+"""This member's gradients of step v (the layer's version), v + 1 ...; None: the member has none of that step."""
 
 
 class Compensation(ABC):
