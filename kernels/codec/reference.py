@@ -31,7 +31,7 @@ from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.words import shifted, signed
 
 FINE: Final = 2.0**17
-"""A tile is scaled so that its largest number is this: its Hadamard sums then stay within 64 x 2^17 = 2^23."""
+"""A tile's largest magnitude is scaled to this, so that its Hadamard sums stay within 64 x 2^17 = 2^23."""
 SMALLEST: Final = 2.0**-100
 """A tile with all magnitudes below this becomes zeros: the factors that scale it would leave the range of float32."""
 _CHUNK_TILES: Final = 1024

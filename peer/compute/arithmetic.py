@@ -66,7 +66,7 @@ class Arithmetic:
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """Make a layer's optimizer step from `version` on the device for steps: the result has the same bits on every
+        """Make a layer's optimizer step from `version`, on the device `steps_on`: the result has the same bits on every
         replica. `layer`, `gradient_N` and the result are on the host."""
         there = layer.to(self._steps_on)
         stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there

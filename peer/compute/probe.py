@@ -112,7 +112,7 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes`. Returns: seconds from the mark's arrival (it was sent first) to the last."""
+        """Send `times` frames of `nbytes`. Returns: seconds from the mark (a small earlier frame) to the last frame."""
         payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()

@@ -194,7 +194,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (text; ranges of its answers; True if a template wrote the text, with the tokens around a document).
+    Returns: (text; ranges of its answers; True if a template wrote the text, with its begin and end tokens).
     Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion

@@ -40,7 +40,7 @@ class Corpus:
     num_files: int
     """The number of documents of this source: text files or rows."""
     digest: str
-    """BLAKE3 (64 hex digits) of the tokens and the split; in a run with several sources one such digest for each."""
+    """BLAKE3 (64 hex digits) of the tokens and the split; in a run with several sources the joined digests of all."""
     vocab_size: int = 256
     tokenizer_digest: str = ""
     """BLAKE3 of the tokenizer.json; empty if the tokens are bytes."""
@@ -224,8 +224,7 @@ def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
 
 
 def _whole_files(named: Sequence[tuple[str, bytes]], sizes: Sequence[int], wanted: int) -> frozenset[int]:
-    """Choose validation files of at most `wanted` bytes. Return their indices; none if they have less than half of
-    it."""
+    """Return the indices of validation files of at most `wanted` bytes; none if they have less than half of it."""
     order = sorted(range(len(named)), key=lambda i: blake3(named[i][0].encode(errors="surrogateescape")).digest())
     chosen: set[int] = set()
     left = wanted

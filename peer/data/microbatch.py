@@ -107,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return, for the run's sample `position`: (its source, that source's samples before it, a suffix for `_key`)."""
+    """Return, for sample `position`: (its source, the number of this source's earlier samples, a suffix for `_key`)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -117,7 +117,8 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return for each sample of a round: (index of its source, that source's samples before it in the round)."""
+    """Return for each sample of a round: (index of its source, number of this source's earlier samples in the
+    round)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []

@@ -36,7 +36,7 @@ _TOKENS, _META = "tokens.bin", "meta.json"
 _STARTS: Final = "documents.bin"
 """The file with the index of each document's first token, int64 [D]."""
 _COUNTED: Final = "counted.bin"
-"""The file that has, only for chats, a 1 for each token that counts as a target and 0 for the others, uint8 [N]."""
+"""The file with a 1 for each token that counts as a target, else 0, uint8 [N]; only for chats: in a text all count."""
 _HASH_BYTES: Final = 8
 
 

@@ -194,7 +194,7 @@ class Contributions:
             self._places[step].add(weights)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
-        """Return the step's sum plus the gradients `kept`; None: the step is committed. The caller holds `_working`."""
+        """Return the step's sum plus the gradients `kept`; None: our step has begun. The caller holds `_working`."""
         if step < self._first_open:
             return None
         total_N, places = self._sums.get(step), self._places_with(step, kept)

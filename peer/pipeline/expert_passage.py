@@ -18,7 +18,7 @@ class ExpertPart:
     replaced: bool = False
     """True if an earlier holder failed: its sum of gradients may contain this microbatch's gradient already."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) that its backward was sent, kept for a new holder until the run has ended."""
+    """Layer -> (tokens, gradients) sent for its backward, kept for a new holder until the run's end is reported."""
     done: set[int] = field(default_factory=set)
     """The layers in which the present holder has run the backward."""
 
@@ -30,7 +30,7 @@ class ExpertPart:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """One run of a microbatch through the experts. Args: number: this peer's earlier runs in this stage."""
+    """One run of a microbatch through the experts. Args: number: how many runs this peer began before in this stage."""
 
     number: int
     microbatch: Microbatch

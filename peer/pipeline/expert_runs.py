@@ -17,8 +17,8 @@ sender may have one run to report, one in progress, and in between some that it 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch, identified by its sender `source` (a stage member), which replica of the sender it was
-    (`incarnation`), and which run of that replica (`passage`)."""
+    """One run of a microbatch, identified by its sender (`source`, a stage member), the sender's replica
+    (`incarnation`), and the number of the run at that replica (`passage`)."""
 
     microbatch: Microbatch
     source: PeerID
@@ -68,7 +68,7 @@ class OpenRuns:
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """End a run, so that its gradient can be contributed, or `zero_N` if the run brought no token.
+        """End a run: its gradient, or `zero_N` if the run brought no token, can then be contributed.
 
         Args: version: the holder's version; keeps_weights: the strategy needs the weights that the run used.
         Returns: the run's staleness in steps; None: the run adds nothing to the sum.

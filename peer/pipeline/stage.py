@@ -57,7 +57,7 @@ class _Context:
 
 
 class StageRuntime(StageShard):
-    """The layers of one stage, and the contexts of microbatches between forward and backward."""
+    """All layers of one stage on this peer, and each microbatch's context between its forward and backward."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]
