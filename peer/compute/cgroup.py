@@ -81,7 +81,7 @@ class _Mount:
     root: str
     """The path, in its hierarchy, of the control group that is mounted at `folder`."""
     controllers: frozenset[str]
-    """The controllers of the hierarchy. Version 2 has a single hierarchy, here with one controller named ""."""
+    """The hierarchy's controllers, such as "cpu" and "memory". Version 2 has one hierarchy; its set here is {""}."""
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:

@@ -26,7 +26,7 @@ _ROUND_TRIPS_MIN = 1.5
 """A transfer that takes fewer round trips may measure TCP's slow start and not the link: in slow start half of all data
 arrives in the last round trip."""
 FAR_S = 0.002
-"""A peer with a round trip of fewer seconds may be on this machine, where our traffic to it crosses no network card."""
+"""If a peer's round trip takes fewer seconds, it may be on this machine, where our traffic crosses no network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """The most bytes sent on one link while several are measured together. If the quickest link would carry more in

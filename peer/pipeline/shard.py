@@ -214,7 +214,7 @@ class Shard:
         """Add the microbatch's gradient to its step's sum or, if `held_out` and there is room, keep it apart, so that a
         round can omit it. Call this just before the gradient is announced.
 
-        Returns: True: the gradient is kept apart; False: it is not; None: its step is over, and it is in no sum."""
+        Returns: True: it is kept apart; False: it is in the sum, or there is none; None: its step is committed."""
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
