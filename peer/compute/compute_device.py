@@ -1,5 +1,4 @@
-"""A peer's device: its memory and name, and for a run the dtype of matrix products and the device of optimizer
-steps."""
+"""A peer's device: memory and name, and for a run the dtype of matrix products and the device of optimizer steps."""
 
 from dataclasses import dataclass
 
