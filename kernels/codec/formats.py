@@ -29,7 +29,7 @@ class Format:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Return (bits of the part, bits of the code below that part) for each part of a code."""
+        """Return (width, code bits below it), in bits, for each part into which a code is cut, low bits first."""
         widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
         return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
 
@@ -50,7 +50,7 @@ FORMATS: Final[Mapping[str, Format]] = {
     "hadamard4": Format(4, is_rotated=True),
     "hadamard3": Format(3, is_rotated=True),
 }
-"""Name in a run file -> format. With scales they take, in this order, 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number."""
+"""Format by its name in a run file. With scales: 8.25, 6.25, 5.25, 4.25 and 3.25 bits a number, in this order."""
 
 
 def num_tiles(numel: int) -> int:

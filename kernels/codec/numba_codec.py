@@ -83,7 +83,7 @@ def _turn(y_E):
 
 @_inner
 def _turn_eight(y_E, at, far):
-    """Multiply the eight numbers at `at`, `at + far` ... by H of size 8, in place, with sums and differences."""
+    """Multiply y_E[at], y_E[at + far], ..., y_E[at + 7 far] by the Hadamard matrix of size 8, in place."""
     a0, a1, a2, a3 = y_E[at], y_E[at + far], y_E[at + 2 * far], y_E[at + 3 * far]
     a4, a5, a6, a7 = y_E[at + 4 * far], y_E[at + 5 * far], y_E[at + 6 * far], y_E[at + 7 * far]
     b0, b1, b2, b3, b4, b5, b6, b7 = a0 + a1, a0 - a1, a2 + a3, a2 - a3, a4 + a5, a4 - a5, a6 + a7, a6 - a7
@@ -157,7 +157,7 @@ def _encode(x_N, scale_T, code_TB, bits, is_rotated, is_by_chance, first, second
 
 @_inner
 def _draw(u_E, start, first, second):
-    """Fill u_E with the random numbers of `reference._chance`. Args: start: the number of the tile's first hash."""
+    """Fill u_E with a tile's random numbers as in `reference._chance`. Args: start: the number of its first hash."""
     for e in range(_HALF):
         h = np.uint32(start + np.uint32(e) + first)
         h = np.uint32(np.uint32(h ^ (h >> _S17)) * _M1 + second)

@@ -31,7 +31,7 @@ from shoal.kernels.codec.formats import SCALE_BYTES, TILE, Format, num_tiles
 from shoal.kernels.words import shifted, signed
 
 FINE: Final = 2.0**17
-"""The largest magnitude of a tile before the Hadamard transform: its sums then stay within 64 x 2^17 = 2^23."""
+"""A tile's largest magnitude is scaled to this, so that its Hadamard sums stay within 64 x 2^17 = 2^23."""
 SMALLEST: Final = 2.0**-100
 """A tile with all magnitudes below this becomes zeros: the factors that scale it would leave the range of float32."""
 _CHUNK_TILES: Final = 1024
@@ -140,7 +140,7 @@ def _unpacked(code_TB: Tensor, form: Format) -> Tensor:
 
 @cache
 def hadamard(device: torch.device) -> Tensor:
-    """Return Sylvester's matrix, float32 [TILE, TILE]: -1 where i and j have an odd number of common bits, else 1."""
+    """Return Sylvester's matrix, float32 [TILE, TILE]: (i, j) has -1 if i & j has an odd number of 1 bits, else 1."""
     index_E = torch.arange(TILE)
     common_EE = index_E[:, None] & index_E[None, :]
     num_common_EE = torch.stack([(common_EE >> bit) & 1 for bit in range(TILE.bit_length() - 1)]).sum(0)

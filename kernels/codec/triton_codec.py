@@ -117,7 +117,7 @@ def encode_kernel(
 
 @triton.jit
 def _store(part, code_B, at_byte, tile, tiles, WIDTH: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr):
-    """Pack parts of codes, WIDTH bits each, [TILES, SIZE], and write them."""
+    """Pack parts of TILES tiles' codes, WIDTH bits each, [TILES, SIZE], into bytes of `code_B`."""
     NUM_BYTES: tl.constexpr = SIZE * WIDTH // 8
     shift = WIDTH * tl.arange(0, 8 // WIDTH)
     packed = tl.reduce(tl.reshape(part, (TILES, 8 // WIDTH, NUM_BYTES)) << shift[None, :, None], 1, _add)
@@ -160,7 +160,7 @@ def decode_kernel(
 
 @triton.jit
 def _load(code_B, at_byte, is_there, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """Read parts of codes, WIDTH bits each: int32 [TILES, SIZE]."""
+    """Read from `code_B` the parts (WIDTH bits each) of TILES tiles' codes: int32 [TILES, SIZE]."""
     NUM_BYTES: tl.constexpr = SIZE * WIDTH // 8
     element = tl.arange(0, SIZE)
     at = at_byte[:, None] + (element % NUM_BYTES)[None, :]

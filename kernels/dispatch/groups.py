@@ -17,11 +17,11 @@ class Groups:
     """The rows of each token and each expert. All tensors are int64 and on the device of the choices."""
 
     row_NK: Tensor
-    """[N, K]: the row of token n's choice k."""
+    """[N, K]: the row that belongs to choice k of token n."""
     choice_P: Tensor
-    """[P]: n K + k for the row of token n's choice k; the inverse of `row_NK`."""
+    """[P]: for each row the number n K + k, if the row belongs to choice k of token n. The inverse of `row_NK`."""
     token_P: Tensor
-    """[P]: the token n of each row."""
+    """[P]: for each row the token n from which it is copied."""
     offset_E: Tensor
     """[E + 1]: the rows [offset_E[e], offset_E[e + 1]) belong to expert e; the last element is P."""
 

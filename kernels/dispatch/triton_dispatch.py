@@ -68,8 +68,8 @@ def spread_kernel(
     x_ND, y_PD, weight_P, choice_P, token_P, out_PD, dot_P, width,
     WEIGHTED: tl.constexpr, NARROW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one token into one row. If WEIGHTED, multiply the token by the weight of its choice, and store the token's
-    dot product with the same row of `y_PD` at the choice's position. NARROW: the output is bf16, viewed as int16."""
+    """Copy one token into one row. If WEIGHTED, multiply the copy by its choice's weight, and store in `dot_P` at the
+    choice the token's dot product with that row of `y_PD`. NARROW: the output is bf16, viewed as int16."""
     row = tl.program_id(0).to(tl.int64)
     token = tl.load(token_P + row)
     if WEIGHTED:
@@ -251,7 +251,8 @@ def grouped_outer(grad_PR: Tensor, x_PC: Tensor, offset_E: Tensor) -> tuple[Tens
 def _spread(
     x_ND: Tensor, groups: Groups, y_PD: Tensor | None = None, weight_NK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return (each token's copies as rows [P, D], weighted if `weight_NK` is given; their dot products with `y_PD`)."""
+    """Copy each token to the rows of its choices. With `y_PD` and `weight_NK`, weight the rows, and compute each
+    choice's dot product: token times row of `y_PD`. Return (rows [P, D], dot products [N, K], else uninitialized)."""
     weighted, (P, D) = y_PD is not None, (len(groups.token_P), x_ND.shape[1])
     out_PD = x_ND.new_empty(P, D)
     dot_NK = x_ND.new_empty(groups.row_NK.shape, dtype=torch.float32)
@@ -301,7 +302,7 @@ def _launch(dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _evenly_spaced(weights: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """Return (first matrix, elements from it to the next). Unevenly spaced matrices are copied to one tensor first."""
+    """Return (first matrix, elements from one matrix to the next), after copying unevenly spaced ones to one tensor."""
     places = [weight.data_ptr() for weight in weights]
     step = places[1] - places[0] if len(places) > 1 else 0
     even = all(place == places[0] + i * step for i, place in enumerate(places))

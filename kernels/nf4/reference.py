@@ -102,7 +102,7 @@ def _parts(payload_B: Tensor, tiles: int) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_up(a_T: Tensor) -> Tensor:
-    """Return scales: the tiles' largest magnitudes rounded up to finite bfloat16, so that no quotient exceeds 1."""
+    """Return scales: each tile's largest magnitude rounded up to a finite bfloat16, so no number / scale exceeds 1."""
     up_T = ((a_T.view(torch.int32) + 0xFFFF) & ~0xFFFF).view(torch.float32)
     return torch.where(up_T.isfinite(), up_T, torch.finfo(torch.bfloat16).max)
 

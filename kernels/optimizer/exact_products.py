@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 MOST_BITS: Final = 14
-"""The most bits of an operand that is cut into two int8 slices: the largest operand, 2^14, gives slices 64 and 0."""
+"""The most bits of an operand cut into two int8 slices. (The largest, 2^14 = 256 x 64, has the slices 64 and 0.)"""
 _SLICE: Final = 256
 _MULTIPLE: Final = 32
 """Rows and columns are padded with zeros to multiples of this: cuBLASLt wants multiples of 8 and more than 16 rows."""
@@ -41,14 +41,14 @@ class Fixed:
     """The matrix `whole_RC * unit`, in fixed-point form."""
 
     whole_RC: Tensor
-    """float64, whole numbers of at most `operand_bits(terms)` bits."""
+    """float64; its elements are whole numbers of at most `operand_bits(terms)` bits."""
     unit: Tensor
     """float64 [], a power of two."""
 
 
 def operand_bits(terms: int) -> int:
-    """Return how many bits operands may have if `terms` of their products are summed: at most (53 - log2 terms) / 2,
-    and at most `MOST_BITS`, which two slices hold."""
+    """Return the most bits that operands may have if `terms` of their products are summed in float64 without error: (53
+    - log2 terms) / 2, rounded down, but never more than `MOST_BITS`."""
     return min(MOST_BITS, (53 - (terms - 1).bit_length()) // 2)
 
 

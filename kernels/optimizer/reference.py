@@ -124,22 +124,22 @@ def nadam_predict(
 
 
 def sgd_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the length of each of the next steps, in units of the learning rate times the first moment."""
+    """Return each coming step's length divided by (learning rate times first moment): `staleness_steps` numbers."""
     return [1.0] * staleness_steps
 
 
 def adamw_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon)
+    """Return, for each of the next `staleness_steps` steps, its length divided by lr * moment1 / (sqrt(v^) + epsilon)
     at version `step`, where v^ is the bias-corrected second moment."""
     return [1 / (1 - hyper.beta1**hyper.step)] * staleness_steps
 
 
 def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
-    """Return the length of each of the next steps, in units of the learning rate times moment1 / (sqrt(v^) + epsilon),
-    where v^ is the bias-corrected second moment.
+    """Return, for each of the next `staleness_steps` steps, its length divided by lr * moment1 / (sqrt(v^) + epsilon)
+    at version `step`, where v^ is the bias-corrected second moment.
 
-    With a constant gradient g the first moment after n steps is (1 - beta1^n) g. With this moment, the two terms of
-    `nadam_step` at version n add up to a multiple of g, and g itself is moment1 / (1 - beta1^step).
+    If every gradient is g, the first moment after n steps is (1 - beta1^n) g. So the two terms of `nadam_step` at
+    version n add up to a multiple of g, and g itself is moment1 / (1 - beta1^step).
     """
     beta1, step = hyper.beta1, hyper.step
     return [
@@ -150,17 +150,17 @@ def nadam_gains(hyper: Hyperparameters, staleness_steps: int) -> list[float]:
 
 
 def nesterov_shares(hyper: Hyperparameters) -> tuple[float, float]:
-    """Return NAdam's factors on (the gradient, the new first moment), with bias correction."""
+    """Return NAdam's bias-corrected factors: (factor on the gradient, factor on the new first moment)."""
     beta1, step = hyper.beta1, hyper.step
     return (1 - beta1) / (1 - beta1 ** (step + 1)), beta1 / (1 - beta1 ** (step + 2))
 
 
 def ways(hyper: Hyperparameters, gains: Sequence[float]) -> tuple[float, float, float]:
-    """Sum up the effect of len(gains) steps on a weight.
+    """Return the total effect of len(gains) steps on the weights; `gains` are the relative lengths of the updates.
 
-    Returns: (the share of a decayed weight that remains, the distance that a decayed weight moves along the direction,
-        the distance that an undecayed weight moves). An update made j steps before the end is itself decayed j times:
-        lr (1 - lr wd)^j.
+    Returns: (the fraction of a weight that weight decay leaves, the distance that all updates move a weight with weight
+        decay, the distance for a weight without it). Later steps decay earlier updates, too: an update with j steps
+        after it counts as lr (1 - lr wd)^j times its gain.
     """
     learning_rate, keep = hyper.learning_rate, 1 - hyper.learning_rate * hyper.weight_decay
     decayed = learning_rate * sum(gain * keep**j for j, gain in enumerate(reversed(gains)))
@@ -168,9 +168,9 @@ def ways(hyper: Hyperparameters, gains: Sequence[float]) -> tuple[float, float, 
 
 
 def clip(grad_N: Tensor, *, clip_norm: float) -> tuple[Tensor, float]:
-    """Scale a layer's gradient to a norm of at most `clip_norm`; 0: the gradient stays unchanged.
+    """Scale a layer's gradient to a norm of at most `clip_norm`. If `clip_norm` is 0, do not scale.
 
-    Returns: (float32 [N], `grad_N` itself if unchanged; its 2-norm before clipping, a float32 number).
+    Returns: (the scaled gradient, float32 [N], or `grad_N` itself; the 2-norm of `grad_N`, rounded to float32).
     """
     # The order of a sum depends on threads and devices. In float64 its error is 1e-15 of the norm, which rounding to
     # float32 hides, except for one norm in 10^7: then replicas diverge, and one of them fetches the other's state.
@@ -200,19 +200,19 @@ def _moments(grad_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperp
 
 
 def _root(moment2_N: Tensor, hyper: Hyperparameters, num_steps: int) -> Tensor:
-    """Return the root of the bias-corrected second moment after `num_steps`, plus epsilon: float32 [N]."""
+    """Return sqrt(v^) + epsilon, float32 [N], where v^ is the second moment after `num_steps` steps, bias-corrected."""
     return rounded_sqrt(moment2_N).mul_((1 - hyper.beta2**num_steps) ** -0.5).add_(hyper.epsilon)
 
 
 def _next_scale(grad_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters) -> Tensor:
-    """Return the next step's divisor, up to rounding: the root of the bias-corrected second moment, plus epsilon."""
+    """Return sqrt(bias-corrected second moment) + epsilon after `grad_N`, up to rounding: float32 [N]."""
     scale_N = torch.mul(moment2_N, hyper.beta2).addcmul_(grad_N, grad_N, value=1 - hyper.beta2).sqrt_()
     return scale_N.mul_((1 - hyper.beta2 ** (hyper.step + 1)) ** -0.5).add_(hyper.epsilon)
 
 
 def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) -> tuple[Tensor, float, float]:
-    """Return (the weights after the weight decay of len(gains) steps and before their updates, how far the updates move
-    a decayed weight along their direction, how far they move one without decay)."""
+    """Return (the weights after the weight decay of len(gains) steps, not yet updated; the distance by which the
+    updates then move a weight with weight decay; that distance for a weight without it)."""
     kept, decayed, plain = ways(hyper, gains)
     return _decayed(param_N, 1 - kept, hyper.num_decayed), decayed, plain
 
@@ -220,7 +220,7 @@ def _drifted(param_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]) ->
 def _moved(
     param_N: Tensor, moment1_N: Tensor, moment2_N: Tensor, hyper: Hyperparameters, gains: Sequence[float]
 ) -> Tensor:
-    """Return a copy of the weights, moved along moment1 / `_root` by different distances with and without decay."""
+    """Return a copy of the weights, decayed and moved as by len(gains) steps in the direction moment1 / `_root`."""
     scale_N = _root(moment2_N, hyper, hyper.step)
     param_N, decayed, plain = _drifted(param_N, hyper, gains)
     for part, way in ((slice(None, hyper.num_decayed), decayed), (slice(hyper.num_decayed, None), plain)):

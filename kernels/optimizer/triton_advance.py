@@ -32,11 +32,11 @@ def advance_kernel(
     numel, num_decayed, keep, beta1, beta1_rest, beta2, beta2_rest, correction, epsilon, fresh, past, rate,
     way_decayed, way_plain, STEPS: tl.constexpr, ADAPTS: tl.constexpr, NESTEROV: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Process one block of elements with the arithmetic of `reference.py`, operation by operation.
+    """Compute one block of elements with the arithmetic of `reference.py`, operation by operation.
 
-    STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the share of a
-    decayed weight that remains.   rate: the factor on a step's direction.   fresh, past: NAdam's factors on gradient
-    and moment.   way_decayed, way_plain: a prediction's distance for weights with and without decay.
+    STEPS: make a step; otherwise predict the weights.   ADAPTS: there is a second moment.   keep: the fraction of a
+    weight that weight decay leaves.   rate: factor on a step's direction.   fresh, past: NAdam's factors on gradient
+    and first moment.   way_decayed, way_plain: how far a prediction moves a weight with / without weight decay.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < numel
@@ -80,10 +80,10 @@ def _launch(
     change: tuple[float, float, float] = (0.0, 0.0, 0.0),
     way: tuple[float, float] = (0.0, 0.0),
 ) -> None:
-    """Run the kernel, which fills `new`. Without a gradient it writes only the predicted param_N.
+    """Run the kernel, which fills `new`. If `grad_N` is None, the kernel predicts: it writes only the weights of `new`.
 
-    Args: old: the state before, contiguous. version: the version of the moments that give the direction. change: the
-        kernel's arguments (fresh, past, rate). way: the kernel's arguments (way_decayed, way_plain).
+    Args: old: the present state, contiguous. version: how many gradients the second moment contains when its root is
+        taken (for bias correction). change: the arguments (fresh, past, rate). way: (way_decayed, way_plain).
     """
     numel = old[0].numel()
     if not numel:

@@ -61,13 +61,13 @@ class Arithmetic:
         return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:
-        """Return the free memory of the host; a CPU and an Apple GPU have no other memory."""
+        """Return the free bytes of the host's memory, which a CPU and an Apple GPU use as their only memory."""
         return free_memory_bytes()
 
     @torch.no_grad()
     def step_layer(self, key: str, layer: LayerState, gradient_N: Tensor, version: int) -> LayerState:
-        """Make a layer's optimizer step from `version` on the device, with the same bits as on every replica. All
-        tensors, given and returned, are on the host."""
+        """Make a layer's optimizer step from `version`, on the device `steps_on`: the result has the same bits on every
+        replica. `layer`, `gradient_N` and the result are on the host."""
         there = layer.to(self._steps_on)
         stepped = step_layer(self._spec, key, there, gradient_N.to(self._steps_on), version) or there
         return stepped.to(self.vectors.host)
@@ -77,7 +77,7 @@ class Arithmetic:
         return seed_base(self._spec, key)
 
     def probe_job(self) -> Callable[[], None]:
-        """Return the forward of one decoder layer, to be timed."""
+        """Return a function that runs the forward of one decoder layer once, so that the caller can time it."""
         shape_BT = self._spec.training.microbatch_size, self._spec.model.context
         return layer_job(self._spec, self._device, self._dtype, shape_BT)
 

@@ -62,7 +62,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield the folders of our process's groups in every hierarchy; after each group the groups that contain it."""
+    """Yield, in every hierarchy, the folder of our process's group, then those of the groups that contain it."""
     mounts = list(_mounts(root))
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -79,9 +79,9 @@ def _groups(root: Path) -> Iterator[Path]:
 class _Mount:
     folder: Path
     root: str
-    """The group that is mounted at `folder`."""
+    """The path, in its hierarchy, of the control group that is mounted at `folder`."""
     controllers: frozenset[str]
-    """The controllers of the hierarchy. Version 2 has a single hierarchy, here with one controller named ""."""
+    """The hierarchy's controllers, such as "cpu" and "memory". Version 2 has one hierarchy; its set here is {""}."""
 
 
 def _mounts(root: Path) -> Iterator[_Mount]:

@@ -1,4 +1,4 @@
-"""The device that a peer computes on: its memory, its name, and the dtype and step device chosen for a run."""
+"""A peer's device: memory and name, and for a run the dtype of matrix products and the device of optimizer steps."""
 
 from dataclasses import dataclass
 
@@ -43,5 +43,6 @@ class ComputeDevice:
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":
-        """Test the device, then choose its dtype and step device. Raises: ShoalError: this machine cannot take part."""
+        """Test the device, then choose the dtype of its matrix products and the device of optimizer steps. Raises:
+        ShoalError: this machine cannot take part."""
         return cls(device, precision_of(spec, device), steps_on(spec.optimizer.name, device))

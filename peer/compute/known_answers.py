@@ -27,7 +27,7 @@ KNOWN: Final[Mapping[str, str]] = {
     "nadam": "987e3d8ba9815e2066be37ecc0eff12c",
     "muon": "d86eabd6674151dd41316c7748ab4211",
 }
-"""Optimizer -> digest of a small test layer after three steps, which every device must reach."""
+"""Optimizer -> the digest that the small test layer must have after three steps, on every device."""
 _KEY: Final = "layers.0"
 _MODEL: Final = ModelSpec(vocab_size=256, dim=32, num_layers=1, num_heads=2, num_kv_heads=2, ffn_dim=64, context=32)
 _CPU: Final = torch.device("cpu")

@@ -20,7 +20,7 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 QUICKER: Final = 1.3
-"""bfloat16 is chosen if it is this many times as quick as float32: it rounds more, and a brief timing may be off."""
+"""bfloat16 must be this many times as quick as float32 to be chosen: it rounds more, and a brief timing may be off."""
 
 
 def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], float] = time.perf_counter) -> torch.dtype:
@@ -38,7 +38,7 @@ def precision_of(spec: RunSpec, device: torch.device, *, clock: Callable[[], flo
 
 
 def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT: tuple[int, int]) -> Callable[[], None]:
-    """Return the forward of one decoder layer, to be timed."""
+    """Return a function that runs the forward of one decoder layer once, so that the caller can time it."""
     flat_N = init_layer(spec.model, "layers.0", 0).to(device, dtype)
     params = layer_layout(spec.model, "layers.0").views(flat_N)
     params |= constants_of(spec, "layers.0", device=device, dtype=dtype)
@@ -54,8 +54,8 @@ def layer_job(spec: RunSpec, device: torch.device, dtype: torch.dtype, shape_BT:
 
 
 def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Return the shortest times of a layer's forward and backward: (in float32, in bfloat16). The two dtypes are timed
-    in turns, so that other load slows both."""
+    """Time a layer's forward plus backward in both dtypes, in turns, so that other load slows both. Return the shortest
+    times in seconds: (float32, bfloat16)."""
     jobs = [_there_and_back(model, device, dtype) for dtype in (torch.float32, torch.bfloat16)]
     best_s = [math.inf, math.inf]
     for _ in range(3):
@@ -67,7 +67,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
 
 
 def _sample(model: ModelSpec) -> ModelSpec:
-    """Return a model of one dense layer like the run's, cut to a width that a test of one second can time."""
+    """Return a model with one dense layer like the run's, but no wider than a test of one second can time."""
     heads = max(1, min(model.dim, 768) // model.head_dim)
     ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
     return ModelSpec(

@@ -21,12 +21,12 @@ from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
 _QUICK_S = 0.05
-"""A transfer of fewer seconds gives no usable rate: clocks, wake-ups and the answer's way back take about as long."""
+"""A transfer that takes fewer seconds gives no usable rate: reading clocks, waking up and answering take as long."""
 _ROUND_TRIPS_MIN = 1.5
-"""A transfer of fewer round trips may measure TCP's slow start and not the link: half of all data arrives in the last
-round trip."""
+"""A transfer that takes fewer round trips may measure TCP's slow start and not the link: in slow start half of all data
+arrives in the last round trip."""
 FAR_S = 0.002
-"""A peer with a round trip of fewer seconds may be on this machine, where our traffic to it crosses no network card."""
+"""If a peer's round trip takes fewer seconds, it may be on this machine, where our traffic crosses no network card."""
 _TOGETHER_S = 0.1
 _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 """The most bytes sent on one link while several are measured together. If the quickest link would carry more in
@@ -80,7 +80,7 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """The time before which `ProbeTogether` requests (to send to several peers at once) get an empty answer."""
+        """Requests `ProbeTogether` (to send to several peers at once) get an empty answer until this time."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
@@ -112,7 +112,7 @@ class LinkProbe:
         await self._endpoint.send(peer, ProbeChunk(nonce=nonce, echo=echo), payload, priority=Priority.BULK)
 
     async def _timed(self, peer: PeerID, nbytes: int, *, times: int) -> float:
-        """Send `times` frames of `nbytes`. Returns: seconds from the mark (a small frame sent first) to the last."""
+        """Send `times` frames of `nbytes`. Returns: seconds from the mark (a small earlier frame) to the last frame."""
         payload = self._zeros(nbytes)
         nonce = next(self._nonces)
         echo = self._echoes[peer, nonce] = asyncio.get_running_loop().create_future()
@@ -224,8 +224,8 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the network card's rate: the highest quotient (bytes arrived up to a time) / (that time). The quotient at
-    the end can be too low, since transfers on slow lines may end long after the card is idle."""
+    """Return the network card's rate in bytes/s: the highest mean rate from the start up to an arrival. The mean up to
+    the last arrival can be too low, since transfers on slow lines may end long after the card is idle."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

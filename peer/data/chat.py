@@ -6,8 +6,8 @@ runs in Jinja's sandbox, sees no clock, and writes what transformers would write
 **Which text is an answer.** If the template marks its answers with `{% generation %}`, the marks decide. Otherwise the
 conversation is rendered twice: before the answer (with the template's prompt for an answer), and including the answer.
 The text that the second rendering adds is the answer; it includes the token that ends a turn. If a template renders an
-earlier answer differently once more messages follow (without its thoughts, say), only the last answer is learnt. An
-answer with a `weight` of 0 is not learnt.
+earlier answer differently once more messages follow (without its thoughts, say), only the last answer counts in the
+loss. An answer with a `weight` of 0 does not count.
 
 **Skipped rows.** A row is skipped if it has tool calls or separate thoughts, which we would not render, or an empty
 answer, which would teach the model to end a turn at once.
@@ -41,7 +41,7 @@ _QUESTION: Final = "How do fish sleep?"
 _ANSWER: Final = "With open eyes."
 
 Spans = tuple[tuple[int, int], ...]
-"""Places in a text, each [begin, end) in characters."""
+"""Ranges of a text: (begin, end) stands for the characters [begin, end)."""
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -55,7 +55,7 @@ class Message(msgspec.Struct, frozen=True):
     role: str
     content: str | list[ContentPart] | None = None
     weight: float | None = None
-    """0: the message is not learnt. 1 or None: it is, if the assistant wrote it. Other weights: the row is skipped."""
+    """0: the loss leaves the message out. 1 or None: it includes an assistant's message. Else: the row is skipped."""
     tool_calls: Any = None
     function_call: Any = None
     reasoning_content: Any = None
@@ -72,7 +72,7 @@ _NOT_READ: Final = ("tool_calls", "function_call", "reasoning_content", "reasoni
 
 
 class ChatRow(msgspec.Struct, frozen=True):
-    """The fields read from a row of a chat set."""
+    """The fields that we read from a row of a data set of conversations."""
 
     messages: list[Message] | None = None
     prompt: str | list[Message] | None = None
@@ -106,10 +106,10 @@ class ChatTemplate:
         self._marks = "endgeneration" in source
 
     def conversation(self, messages: Sequence[Message], *, learn_from: int = 0) -> tuple[str, Spans]:
-        """Render a conversation. Return its text and the places of the answers from message `learn_from` on.
+        """Render a conversation. Return its text, and the ranges of the answers from message number `learn_from` on.
 
-        Raises: Unusable: a message has a field that we do not read, an answer is empty, or the template, asked for an
-            answer, does not write the answer next.
+        Raises: Unusable: a message has a field that we do not read, an answer is empty, or the template, after its own
+            prompt for an answer, does not write the answer next.
         """
         is_learnt = [index >= learn_from and message.is_learnt for index, message in enumerate(messages)]
         for message, learn in zip(messages, is_learnt, strict=True):
@@ -194,7 +194,7 @@ def load_template(tokenizer: Path | None) -> ChatTemplate:
 def read_row(row: ChatRow, template: ChatTemplate) -> tuple[str, Spans, bool]:
     """Render a row of a chat set.
 
-    Returns: (text, places of its answers, True if a template wrote the text, with the tokens around a document).
+    Returns: (text; ranges of its answers; True if a template wrote the text, with its begin and end tokens).
     Raises: Unusable: the row has no answer or a field that we do not read, or the template refuses it.
     """
     prompt, completion = row.prompt, row.completion

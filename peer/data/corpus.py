@@ -38,9 +38,9 @@ class Corpus:
     num_training: int
     """Tokens [0, num_training) are for training."""
     num_files: int
-    """The number of files of this source, or of documents if files have several each."""
+    """The number of documents of this source: text files or rows."""
     digest: str
-    """BLAKE3 (64 hex digits) of the tokens and the split. With several sources the digests of all are joined."""
+    """BLAKE3 (64 hex digits) of the tokens and the split; in a run with several sources the joined digests of all."""
     vocab_size: int = 256
     tokenizer_digest: str = ""
     """BLAKE3 of the tokenizer.json; empty if the tokens are bytes."""
@@ -51,7 +51,7 @@ class Corpus:
     account: Account = field(default_factory=Account)
     others: tuple["Corpus", ...] = ()
     weights: tuple[float, ...] = (1.0,)
-    """The weights of all sources, this one first."""
+    """How often each source is sampled, relative to the others: this source, then each of `others`."""
 
     @property
     def sources(self) -> tuple["Corpus", ...]:
@@ -59,7 +59,7 @@ class Corpus:
 
     @property
     def learnt(self) -> float:
-        """Return the share of this source's tokens that are learnt."""
+        """Return the share of this source's tokens that count as targets in the loss."""
         num = self.text_N.numel()
         if self.packs is not None:
             return sum(packs.num_learnt for packs in self.packs) / num
@@ -224,7 +224,7 @@ def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
 
 
 def _whole_files(named: Sequence[tuple[str, bytes]], sizes: Sequence[int], wanted: int) -> frozenset[int]:
-    """Return the indices of the validation files; empty if they would have less than half of `wanted` bytes."""
+    """Return the indices of validation files of at most `wanted` bytes; none if they have less than half of it."""
     order = sorted(range(len(named)), key=lambda i: blake3(named[i][0].encode(errors="surrogateescape")).digest())
     chosen: set[int] = set()
     left = wanted

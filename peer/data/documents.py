@@ -43,9 +43,9 @@ class Document(NamedTuple):
     done: float
     """The share of the source read so far; 0 if unknown."""
     answers: Spans = ()
-    """The places in `text` of a conversation's answers; in a conversation only these are learnt."""
+    """The ranges of `text` that are answers, in a conversation: only these count in the loss."""
     is_framed: bool = True
-    """True if the vocabulary's tokens around a document must be added; a chat template writes them itself."""
+    """True: the tokens that begin and end a document must be added. False: the chat template has written them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Files:
 
     @property
     def are_text(self) -> bool:
-        """True if no file has rows."""
+        """True if every file is one text: none has rows (JSON, CSV or Parquet)."""
         return not any(map(has_rows, self.paths))
 
 
@@ -193,7 +193,7 @@ class _Reader:
         self.columns = (*FIELDS, *(() if template else (field,)))
 
     def document(self, row: Row) -> Document:
-        """Convert a row to a document. Raises: Unusable: the row cannot be learnt."""
+        """Convert a row to a document. Raises: Unusable: the model cannot be trained on this row."""
         value = row.value
         if isinstance(value, Unusable):
             raise value
@@ -249,8 +249,8 @@ def _documents(
 ) -> Iterator[Document]:
     """Convert rows to documents, and record the unusable rows. `where` stands before a row's number in messages.
 
-    Raises: DataError: the rows cannot be read, or none of the first rows is usable. But a file in a folder (not
-        `is_alone`) with just one row, an unusable one, is only skipped: often such a file has settings instead of data.
+    Raises: DataError: the rows cannot be read, or none of the first rows is usable. Not raised if a file in a folder
+        (not `is_alone`) has a single row, which is unusable: it often has settings, not data, and is only skipped.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0

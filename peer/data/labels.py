@@ -1,9 +1,10 @@
 """The labels that travel with a microbatch's tokens: targets, and where documents begin.
 
-**The weight of a microbatch.** Say that microbatch i of the M microbatches of a step learns c_i tokens (in a chat only
-answers are learnt). Its loss is the mean over these c_i tokens, times the weight c_i M / (c_1 + … + c_M). So the mean
-over the step's microbatches, which a group commits and reports, is the mean over all learnt tokens of the step. Stage 0
-can compute all c_i, since the seed determines every microbatch; it sends the weight with the activations.
+**The weight of a microbatch.** Say that c_i targets of microbatch i count in the loss (in a chat, only those in
+answers), and that a step has M microbatches. The loss of microbatch i is the mean over these c_i targets, times the
+weight c_i M / (c_1 + … + c_M). So the mean over the step's microbatches, which a group commits and reports, is the mean
+over all these targets. Stage 0 can compute all c_i, since the seed determines every microbatch; it sends the weight
+with the activations.
 
 B samples   T tokens
 """
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 IGNORED: Final = -100
-"""The target of a token that is not learnt. torch's own losses skip it."""
+"""Stands in place of a target that does not count in the loss. torch's own losses skip it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +24,13 @@ class Labels:
     """The labels of one microbatch."""
 
     targets_BT: Tensor
-    """int64: the next token, or IGNORED if it is not learnt."""
+    """int64: for each token the next one, or IGNORED if that does not count in the loss."""
     begins_BT: Tensor | None = None
     """bool, True where a document begins; None: attention crosses documents."""
     counted: int | None = None
     """The number of targets that are not IGNORED; None: no target is IGNORED."""
     weight: float = 1.0
-    """The factor on the mean loss over these targets, rounded to float32."""
+    """The factor, rounded to float32, by which the mean loss over the counted targets is multiplied."""
     tokens_BT: Tensor | None = None
     """int64: the input tokens, if every stage needs them (in a subspace model); else None."""
 

@@ -22,7 +22,7 @@ from shoal.protocol.spec import RunSpec
 ROUND = 1024
 """The number of samples in a round, in which every source has samples in proportion to its weight, at least one."""
 _STEPS_KEPT = 16
-"""The number of steps for which the counts of learnt tokens are cached: more steps than are ever in flight."""
+"""The number of steps for which the counts of targets in the loss are cached: more steps than are ever in flight."""
 
 _Chosen = tuple[Samples, int]
 """(all samples of a source, the index of the chosen one)."""
@@ -54,7 +54,7 @@ def validation_microbatch(corpus: Corpus, spec: RunSpec, index: int) -> tuple[Te
 
 
 def passes(corpus: Corpus, spec: RunSpec) -> tuple[float, ...]:
-    """Return how often the run passes over each source. Raises: DataError: a source is too short for one sample."""
+    """Return how often the run goes through each source. Raises: DataError: a source is too short for one sample."""
     training, counts = spec.training, shares(corpus.weights, ROUND)
     total = training.steps * training.microbatches_per_step * training.microbatch_size
     return tuple(
@@ -107,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return, for sample `position` of the run: (source, count of the source's earlier samples, suffix of its keys)."""
+    """Return, for sample `position`: (its source, the number of this source's earlier samples, a suffix for `_key`)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -117,7 +117,8 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return for each sample of a round: (index of its source, number of the source's earlier samples in the round)."""
+    """Return for each sample of a round: (index of its source, number of this source's earlier samples in the
+    round)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []
@@ -144,7 +145,7 @@ def _of_validation(corpus: Corpus, spec: RunSpec, index: int) -> list[_Chosen]:
 
 
 def _weighed(corpus: Corpus, spec: RunSpec, step: int | None, index: int) -> tuple[int | None, float]:
-    """Return how many targets of a microbatch count in the loss (None: all) and its weight. `step` None: validation."""
+    """Return (how many targets of the microbatch count in the loss, None: all; its weight). `step` None: validation."""
     if not spec.data.leaves_out_targets:
         return None, 1.0
     counts = _counts(corpus, spec, step)

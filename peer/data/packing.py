@@ -1,7 +1,7 @@
 """Documents packed into one long array of tokens: first those for training, then those for validation.
 
 Each document begins and ends with the tokens that the vocabulary asks for. Further files have the index of each
-document's first token and, for chats, which tokens are learnt. A hash of a document's text decides whether it is for
+document's first token and, for chats, which tokens the loss counts. A hash of its text decides if a document is for
 validation, so both copies of a duplicate are on the same side. The array is mapped from disk: it may be larger than
 memory, and a restart does not tokenise again.
 """
@@ -36,7 +36,7 @@ _TOKENS, _META = "tokens.bin", "meta.json"
 _STARTS: Final = "documents.bin"
 """The file with the index of each document's first token, int64 [D]."""
 _COUNTED: Final = "counted.bin"
-"""The file with 1 for each token that is learnt, else 0, uint8 [N]; only for chats, since a text is learnt whole."""
+"""The file with a 1 for each token that counts as a target, else 0, uint8 [N]; only for chats: in a text all count."""
 _HASH_BYTES: Final = 8
 
 
@@ -257,8 +257,8 @@ def _tokenise(
 
 
 def _encoded(batch: list[Document], source: _Source) -> Iterator[tuple[Document, Tokens, NDArray[np.uint8]]]:
-    """Yield (document, its tokens, flags). In a chat, a token's flag is 1 if the token overlaps an answer (is
-    learnt)."""
+    """Yield (document, its tokens, flags). In a chat, the flag of a token is 1 if the token overlaps an answer, which
+    counts in the loss. A text has no flags."""
     texts = [document.text for document in batch]
     if source.template is None:
         nothing = np.zeros(0, np.uint8)

@@ -99,7 +99,7 @@ def _bad_lines(text: bytes, *, is_whole: bool) -> list[int]:
 
 
 def _is_text(text: bytes, *, is_whole: bool) -> bool:
-    """True if `text` is UTF-8 without NUL; a text that is not whole may end inside a character."""
+    """True if `text` is UTF-8 without NUL. If not `is_whole`, its last character may be cut off."""
     if b"\0" in text:
         return False
     try:

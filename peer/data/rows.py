@@ -101,7 +101,7 @@ def _opened(path: Path) -> Iterator[_Opened]:
 
 
 def _has_json_lines(path: Path, name: str) -> bool:
-    """True if each line is a value; False if the file is one array or one object."""
+    """True if each line of a JSON file is a value of its own; False if the whole file is one array or one object."""
     with _opened(path) as opened:
         first = next((line for line in opened.lines() if line.strip()), b"").lstrip()
     if first.startswith(b"["):

@@ -21,7 +21,7 @@ class Sample:
     tokens_T: Tensor
     """int64."""
     targets_T: Tensor
-    """int64; IGNORED where nothing is learnt."""
+    """int64: the next token of each; IGNORED where it does not count in the loss."""
     begins_T: Tensor | None
     """bool, True where a document begins; None: attention crosses documents."""
 
@@ -68,13 +68,13 @@ class Blocks:
 
 
 class Packs:
-    """Samples of whole conversations, as many in each as fit; the rest of a sample is padding that is not learnt.
+    """Samples of whole conversations, as many in each as fit; the rest of a sample is padding, outside the loss.
 
     A conversation of n tokens takes n - 1 places: its last token predicts nothing. A conversation longer than a sample
     loses its end; it is dropped if no answer is left.
 
     Args:
-        counted_N: uint8 [N], 1 if the token is learnt as a target.
+        counted_N: uint8 [N], 1 if the token counts as a target in the loss.
         start_D: int64 [D], rising: the first token of each conversation.
     Raises: DataError: there is nothing to learn.
     Source: best-fit decreasing as in Ding et al., "Fewer Truncations Improve Language Modeling", 2024, arXiv
@@ -92,7 +92,7 @@ class Packs:
         learnt_D = before_N1[start_D + kept_D] - before_N1[np.minimum(start_D + 1, start_D + kept_D)]
         taken_D = np.flatnonzero(learnt_D > 0)
         self.num_shortened = int((end_D - start_D > context + 1)[taken_D].sum())
-        """The number of conversations that lose their end."""
+        """The number of conversations that lose their end, because they are longer than a sample."""
         self.num_left_out = len(start_D) - len(taken_D)
         """The number of conversations dropped because no answer is within the length of a sample."""
         self.num_learnt = int(learnt_D.sum())
@@ -103,7 +103,7 @@ class Packs:
         self.count = len(packs)
         self._first_S1 = np.cumsum([0, *map(len, packs)])
         self._document_D = taken_D[np.fromiter(itertools.chain.from_iterable(packs), np.int64, len(taken_D))]
-        """The conversations of all samples in order; those of sample s begin at index `_first_S1[s]`."""
+        """The conversations of sample 0, then of sample 1 ...; those of sample s begin at index `_first_S1[s]`."""
         self._counted_S = np.add.reduceat(learnt_D[self._document_D], self._first_S1[:-1])
 
     def sample(self, number: int) -> Sample:

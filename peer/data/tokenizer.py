@@ -40,7 +40,7 @@ class ByteTokenizer:
     beginning: Sequence[int] = ()
     """The tokens that the vocabulary puts before a document or a prompt; often none."""
     separator: Sequence[int] = b"\n"
-    """The tokens after a document: the vocabulary's end-of-text token, or a newline."""
+    """The tokens put after a document: the vocabulary's end of text if it has one, else a newline."""
 
     def encode(self, texts: Sequence[str], *, special: bool = False) -> list[Tokens]:
         return [np.frombuffer(text.encode(errors="replace"), dtype=np.uint8) for text in texts]
@@ -112,8 +112,8 @@ class Detokenizer:
         self._bytes = codecs.getincrementaldecoder("utf-8")("replace")
         self._tokens: list[int] = []
         self._read = 0
-        """The number of tokens in `_tokens` that were already returned as text. They are kept because a token may
-        decode differently at the start of a text."""
+        """The first `_read` of `_tokens` have been returned as text. They are kept because a token may decode
+        differently at the start of a text."""
 
     def feed(self, token: int) -> str:
         if isinstance(self._tokenizer, ByteTokenizer):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 LARGE: Final = 1 << 18
-"""Elements of the smallest vector that is reused here; the C library itself reuses smaller ones."""
+"""A vector of this many elements or more is reused here; the C library itself reuses smaller ones."""
 KEPT_MAX: Final = 3
-"""Free vectors kept per size: a step needs a gradient, the sum that is sent, and the mean."""
+"""The most free vectors kept for each size: a step needs a gradient, the sum that is sent, and the mean."""
 SIZES_MAX: Final = 2
 """The number of sizes for which free vectors are kept."""
 

@@ -42,14 +42,14 @@ class Vectors:
         self._recycling = Recycling()
         self.sums = tuple(sums)
         self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
-        """Format in which reduced gradients are sent, without loss: their numbers are rounded to it already."""
+        """The format in which reduced gradients are sent. This loses nothing: they have been rounded to it before."""
         self._mean_dtype = DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
         """Bytes per number in `mean_form`."""
         self.narrows = self.sums != ("fp32",)
-        """True if a gradient is converted to be sent; False: its bytes are sent as they are in memory."""
+        """True if gradients are sent in a format other than float32, so that they must be converted first."""
         self.chunk = chunk_bytes // 4
-        """Elements of the largest piece."""
+        """The number of float32 elements in a piece of the largest size."""
         self.background_chunk = max(1, self.chunk // 4)
         """Elements of a piece that is sent at the lowest priority. A frame under way delays an activation for the same
         peer, and 1 MiB takes 1.7 s at 5 Mbit/s; but each frame also costs both ends a third of a millisecond
@@ -106,8 +106,8 @@ class Vectors:
         return bool((least >= -largest) & (most <= largest))
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Round a piece of a mean in place to the numbers that its receivers will decode. Returns: the piece's bytes if
-        the format has few bits, since `piece_payload` would round a second time; else None."""
+        """Round a piece of a mean, in place, to the numbers that its receivers will decode. Returns: the encoded piece
+        if the format has few bits (to encode the piece again would round it again); else None."""
         if form in DTYPES:
             if form != "fp32":
                 mean_C.copy_(mean_C.to(DTYPES[form]))
@@ -125,8 +125,8 @@ class Vectors:
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
-        """Add the gradients of a tied matrix in place. Each slice in `spans` of a reduced gradient, float32 [N], is set
-        to the slice `spans[0]` plus all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
+        """Replace each slice in `spans` of a reduced gradient, float32 [N], by the full gradient of a tied matrix: the
+        slice `spans[0]` plus all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
         total_n = mean_N[spans[0]].clone()
         for other_n in others_n:
             total_n += other_n

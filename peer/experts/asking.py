@@ -32,7 +32,7 @@ class _Asked:
     size: int
     sent_s: float
     answer: "asyncio.Future[Payload | None]"
-    """Receives the answer; None if the holder refused or is lost."""
+    """Is set to the holder's answer, or to None if the holder refused or is lost."""
 
     def give_up(self) -> None:
         if not self.answer.done():

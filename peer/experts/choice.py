@@ -39,9 +39,9 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 
 @dataclass(kw_only=True, slots=True)
 class HolderRouter(Router):
-    """Distributes the microbatches of one expert among its holders by their shares. All earlier choices count, and
-    microbatches still outstanding count twice. Counting only the few outstanding ones would not be enough: the holder
-    with the largest share would get every microbatch."""
+    """Distributes the microbatches of one expert among its holders by their shares. Everything sent to a holder before
+    counts, and microbatches still outstanding count twice. If only the few outstanding ones counted, the holder with
+    the largest share would get every microbatch."""
 
     me: PeerID
 
@@ -58,7 +58,7 @@ class HolderRouter(Router):
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return no holder: here none gets a microbatch as a mere trial, because `patience.py` handles slow holders."""
+        """Return an empty list: no holder gets a microbatch as a mere trial, since `patience.py` handles slow ones."""
         return []
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:

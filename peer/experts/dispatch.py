@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _PASS_BY_S: Final = 10.0
-"""Seconds. Tokens skip their expert (are passed by) if no holder of this expert could be reached for so long."""
+"""Tokens skip their expert (are passed by) once none of its holders could be reached for this many seconds."""
 
 
 class ExpertDispatch:
@@ -51,7 +51,7 @@ class ExpertDispatch:
         self._unsettled = 0
         self._absent: set[PeerID] = set()
         self._places: dict[PeerID, dict[int, int]] = {}
-        """Holder -> expert (ready or not) -> number that grows at each restart, as the holder's PresenceUpdate says."""
+        """Holder -> expert (held or loading) -> incarnation, which grows at each restart; from its PresenceUpdate."""
         self._tasks = Tasks(services.failures.add)
 
     def install(self) -> None:
@@ -100,7 +100,7 @@ class ExpertDispatch:
         return Passage(next(self._numbers), microbatch)
 
     async def exchange(self, passage: Passage, call: ExpertCall) -> Payload:
-        """Send one layer's P rows to the experts. Return the output, [P, D]; zero for tokens that skip their expert."""
+        """Send one layer's P rows to their experts. Return the output, [P, D]; zeros for tokens that skip theirs."""
         output = self._wire.room(len(call.tokens))
         spans = self._wire.rows(dict(enumerate(call.counts)))
         todo = {expert for expert in self._experts if call.counts[expert]}
@@ -132,7 +132,7 @@ class ExpertDispatch:
         return output
 
     def settle(self, passage: Passage, *, retried: bool) -> None:
-        """Tell the holders that the microbatch's backward is done. Args: retried: the backward may have run before."""
+        """Tell the holders, in the background, that the backward is done. Args: retried: it may have run before."""
         self._unsettled += 1
         self._tasks.spawn(self._settle(passage, retried), f"settle {passage.microbatch}")
 
@@ -148,7 +148,7 @@ class ExpertDispatch:
     ) -> set[int]:
         """Have the experts `todo` served; replace holders that fail. Return the experts that no holder could serve.
 
-        Args: serve: called with (holder, some of its experts); returns True if all of these were served, False if none.
+        Args: serve: (holder, some experts that it holds) -> True if it has served all of these, False if none.
         """
         began_s, wait_s = self._s.clock.now_s(), _RETRY_S
         while todo:
@@ -166,7 +166,7 @@ class ExpertDispatch:
         return todo
 
     def _choose(self, passage: Passage, experts: Sequence[int]) -> list[tuple[PeerID, list[int]]]:
-        """Return (holder, experts) for each frame to send. Experts without a holder are left out."""
+        """Return (holder, its experts) for each frame to send, without the experts that have no holder."""
         by_holder: dict[PeerID, list[int]] = {}
         for expert in experts:
             holder = self._holder(expert, passage.part(expert))
@@ -196,7 +196,7 @@ class ExpertDispatch:
         *,
         backward: bool,
     ) -> Payload | None:
-        """Send a frame to `holder` and return its answer; None: the holder failed, and no longer serves these experts.
+        """Send a frame to `holder` and return its answer; None: the holder failed, and another one must be chosen.
 
         Args: counts: expert -> number of its rows; pieces: all rows, then in a backward the gradients of all rows.
         """
@@ -239,7 +239,7 @@ class ExpertDispatch:
             self.abandon(passage)
 
     async def _close(self, passage: Passage, retried: bool, holder: PeerID, experts: Sequence[int]) -> bool:
-        """Let a holder add the gradients of `experts` for this microbatch to its sums. Return False if it failed."""
+        """Let `holder` add this microbatch's gradients of `experts` to its sums. Return False if the holder failed."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
                 return False
@@ -259,7 +259,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Let `holder` repeat the expert's backwards that only a lost holder ran. Return False if this failed."""
+        """Let `holder` run the expert's backwards that only lost holders have run. Return False if `holder` fails."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]
@@ -281,7 +281,7 @@ class ExpertDispatch:
         part.lose()
 
     def _is_lost(self, expert: int) -> bool:
-        """True if none of the holders that the plan gives the expert can be reached."""
+        """True if every peer that the plan names as a holder of the expert is lost or unreachable."""
         return all(peer in self._absent for peer in self._routers[expert].shares)
 
     def _pass_by(self, passage: Passage, call: ExpertCall, experts: Iterable[int]) -> None:

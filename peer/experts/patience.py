@@ -11,17 +11,17 @@ from shoal.protocol.identity import PeerID
 
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
-"""A holder's time limit as a multiple of the longest recent answer time of the others; seldom shorter than a step."""
+"""A holder may take this many times the longest recent answer time of the others, which is seldom less than a step."""
 APART = 20.0
-"""A slow holder is avoided for this multiple of the time that it cost: retrying it takes at most 1/20 of all time."""
+"""A slow holder is avoided for this many times the time lost with it, so retries take at most 1/20 of all time."""
 
 
 @dataclass(slots=True)
 class Patience:
     _took: deque[tuple[PeerID, float]] = field(default_factory=lambda: deque(maxlen=256))
-    """(holder, seconds) of the latest answers, of all holders together."""
+    """(holder, seconds until its answer) for each of the latest answers, of all holders together."""
     _answered: dict[PeerID, tuple[int, float]] = field(default_factory=dict)
-    """Holder -> (step, time) of its newest answer."""
+    """Holder -> (step of the microbatch, arrival time in seconds) of its newest answer."""
     _shunned: dict[PeerID, tuple[float, float]] = field(default_factory=dict)
     """Holder -> (end, duration), in seconds, of the period in which the holder is avoided."""
 

@@ -212,7 +212,7 @@ class InferenceService:
         return bytes_of(token_K.to(torch.int32), logit_K)
 
     async def _fixed(self, meta: InferenceInput) -> tuple[int, FixedStage]:
-        """Return (version, our stage at that version), once the version is committed. Raises: Refused."""
+        """Return (version, our stage at it) for the version that `meta` wants, once committed. Raises: Refused."""
         until_s = self._clock.now_s() + 15.0
         while True:
             replica, plan, now_s = self._parts.stage, self._plans.newest, self._clock.now_s()

@@ -12,8 +12,8 @@ from shoal.protocol.identity import PeerID
 FIXED_MAX: Final = 2
 """Most versions kept at once. Each takes as much memory as the stage's parameters; all are freed if memory is short."""
 IDLE_S: Final = 60.0
-"""Weights and sessions that are unused for so many seconds are dropped. The time is long, since a device of which only
-a tenth is lent answers slowly."""
+"""Weights and sessions are dropped once they are unused for this many seconds. A device of which we may use only a
+tenth answers slowly, so the time is long."""
 YIELDS_S: Final = 3.0
 """A version that is unused for so many seconds may be replaced by another one."""
 SESSIONS_MAX: Final = 8
@@ -65,7 +65,7 @@ class Sessions:
         return max((version for version, fixed in self._fixed.items() if fixed.layers == layers), default=-1)
 
     def has_room(self, now_s: float) -> bool:
-        """True if one more version may be kept, perhaps in place of an unused one."""
+        """True if one more version may be kept, beside the others or in place of one unused for `YIELDS_S`."""
         return len(self._fixed) < FIXED_MAX or any(now_s - f.used_s >= YIELDS_S for f in self._fixed.values())
 
     def keep(self, version: int, stage: FixedStage, layers: Layers, now_s: float) -> None:
@@ -74,7 +74,7 @@ class Sessions:
         self._fixed[version] = _Fixed(stage, layers, now_s)
 
     def begin(self, session: Session, version: int, stage: FixedStage, num_bytes: int, now_s: float) -> None:
-        """Begin a session, anew if it exists. If there are too many, the sessions unused for longest are dropped."""
+        """Begin a session with empty caches, even if it exists. If there are too many, drop those longest unused."""
         self._known.pop(session, None)
         while self._known and (
             len(self._known) >= SESSIONS_MAX

@@ -120,10 +120,8 @@ class InferenceWire:
         return Subspace.of(self._spec, x_BTW.device).restored(x_BTW.float(), tokens_BT)
 
     def _check_known(self, tokens: Payload, source: PeerID, *, ignored: bool = False) -> None:
-        """Check tokens. Raises: RemoteError: a token is outside the vocabulary. Such an index would destroy a GPU's
-        context.
-
-        Args: ignored: also accept the mark of a target that is not scored."""
+        """Check tokens. Raises: RemoteError: a token is outside the vocabulary; as an index it would destroy a GPU's
+        context. Args: ignored: also accept IGNORED, which marks a target that is not scored."""
         token_N = np.frombuffer(tokens, np.int32)
         known_N = (token_N >= 0) & (token_N < self._model.vocab_size)
         if not (known_N | (token_N == IGNORED) if ignored else known_N).all():

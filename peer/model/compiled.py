@@ -26,8 +26,8 @@ from shoal.protocol.spec import ModelSpec, RunSpec
 logger = logging.getLogger(__name__)
 
 Layer = Callable[[tuple[Tensor, ...], Tensor, Rotary], Tensor]
-"""A function of a layer's tensors (in the layout's order, then a subspace's basis if there is one), the input [B, T, D]
-and the rotary tables. It returns [B, T, D]."""
+"""(a layer's tensors in the layout's order, then a subspace's basis if there is one; input [B, T, D]; rotary tables) ->
+output [B, T, D]."""
 DEVICES: Final = ("cuda",)
 """The device types for which layers are compiled. On a CPU compiling saves no time (`MEASURED.md`), costs memory, and
 needs a C++ compiler."""

@@ -26,7 +26,7 @@ class Documents:
 
     @classmethod
     def of(cls, begins_BT: Tensor | None, rotary: Rotary) -> "tuple[Documents | None, Rotary]":
-        """Return (documents, rotary tables at their positions), or (None, `rotary`) if `begins_BT` is None."""
+        """Return (documents, `rotary` looked up at their positions), or (None, `rotary`) if `begins_BT` is None."""
         if begins_BT is None:
             return None, rotary
         documents = cls(begins_BT)

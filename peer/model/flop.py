@@ -18,13 +18,13 @@ from shoal.protocol.tensors import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFlop:
-    """FLOP of a stage's jobs for one microbatch. If calls to experts on other peers cut a job, FLOP of one part."""
+    """FLOP of a stage's jobs for one microbatch; of one part of a job if calls to experts elsewhere cut it."""
 
     forward: float
     backward: float
     loss: float
-    """The last stage's only job: forward, loss and backward. With `keep = "layers"` each layer but the head runs
-    forward twice."""
+    """The job of the last stage: forward, loss and backward in one. With `keep = "layers"` it runs the forward of each
+    layer but the head twice."""
 
 
 def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:

@@ -99,7 +99,7 @@ def unit_keys(model: ModelSpec, key: str) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def unit_slices(model: ModelSpec, key: str) -> Mapping[str, slice]:
-    """Return unit (expert, or the rest) -> its slice of the layer's flat buffer. The slices cover the buffer."""
+    """Return unit (an expert, or the rest) -> its slice of the layer's flat buffer. No element is left over."""
     units = unit_keys(model, key)
     ends = list(accumulate((layer_layout(model, unit).numel for unit in units), initial=0))
     return {unit: slice(first, last) for unit, (first, last) in zip(units, pairwise(ends), strict=True)}
@@ -117,8 +117,8 @@ def state_layout(spec: RunSpec, key: str) -> LayerLayout:
 
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
-    """Return unit (expert, or the rest) -> its slice of a layer's trained parameters. The units of a tied head are the
-    tied matrix and the rest."""
+    """Return unit -> its slice of a layer's trained parameters. A layer's units are its experts and the rest; those of
+    a tied head are the tied matrix and the rest."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}
@@ -127,8 +127,8 @@ def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
 
 @lru_cache(maxsize=64)
 def tied_spans(spec: RunSpec, keys: tuple[str, ...]) -> Mapping[str, slice]:
-    """Return layer ("embed" or "head", if in `keys`) -> slice of its tied matrix in the joined trained parameters of
-    all `keys`. The result is empty if the run trains no tied matrix."""
+    """Return where tied matrices lie in one vector of all trained parameters of `keys`: "embed" or "head", if it is in
+    `keys` -> slice. The result is empty if the run trains no tied matrix."""
     spans: dict[str, slice] = {}
     if spec.trains_tied:
         starts = accumulate((state_layout(spec, key).numel for key in keys), initial=0)

@@ -40,7 +40,7 @@ class ExpertLoads:
         self._totals[layer_index] = counts_E if before is None else before + counts_E
 
     def totals(self) -> dict[str, tuple[int, ...]]:
-        """Return layer key -> number of tokens sent to each expert since this object was made."""
+        """Return layer key -> for each expert the number of tokens sent to it since this object was made."""
         return {f"layers.{index}": tuple(totals_E.tolist()) for index, totals_E in sorted(self._totals.items())}
 
 

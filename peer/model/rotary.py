@@ -30,7 +30,7 @@ def rotary_tables(model: ModelSpec, device: torch.device | str = "cpu", dtype: t
 
 
 def at_positions(rotary: Rotary, position_BT: Tensor) -> Rotary:
-    """Return the tables at each sample's positions, int64 [B, T]: [B, 1, T, K], or [B, 1, T, 2, K]."""
+    """Return the tables, [B, 1, T, K] or [B, 1, T, 2, K], at the positions `position_BT`, int64 [B, T]."""
     cos, turned = (table[position_BT].unsqueeze(1) for table in rotary)
     return cos, turned
 

@@ -41,9 +41,9 @@ class Leg:
     climbs_from: float
     """The learning rate of the step before `begins`; 0 at the start of the run."""
     top: float
-    """The highest rate of the leg, as a share of the peak."""
+    """The highest rate of the leg, divided by the peak rate of the run."""
     top_at: int
-    """The first step at the highest rate."""
+    """The first step of the leg that has this highest rate."""
 
     @property
     def falls_at(self) -> int:

@@ -131,8 +131,8 @@ def step_layer(spec: RunSpec, key: str, layer: LayerState, grad_N: Tensor, versi
 def step_layer_clipped(
     spec: RunSpec, key: str, layer: LayerState, gradient: "Clipped", version: int
 ) -> LayerState | None:
-    """Make one optimizer step from `version` with a clipped gradient. Returns: the layer at `version + 1`; None: the
-    gradient is None, and the layer stays unchanged."""
+    """Make one optimizer step from `version` with a clipped gradient. Returns: the layer at `version + 1`; None if
+    `gradient_N` is None: the layer then stays unchanged."""
     if gradient.gradient_N is None:
         return None
     param_N, moment1_N, moment2_N = OPTIMIZERS[spec.optimizer.name].step(
@@ -150,11 +150,11 @@ class Clipped(NamedTuple):
     """The gradient of one layer after clipping."""
 
     gradient_N: Tensor | None
-    """float32 [N], ready for the optimizer; None: no unit's gradient is finite, and the layer stays unchanged."""
+    """float32 [N], the clipped gradient; None: no unit's gradient is finite, so the layer must stay unchanged."""
     spoilt: tuple[str, ...]
-    """The units (experts, or the rest) with a gradient that is not finite, replaced by zeros in `gradient_N`."""
+    """The units (experts, or the rest) with a gradient that is not finite; it is zero in `gradient_N`."""
     square: float
-    """The squared 2-norm before clipping, without units that are not finite and without a tied head's matrix."""
+    """The gradient's squared 2-norm before clipping, without the units in `spoilt` and without a tied head's matrix."""
 
 
 def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
@@ -176,8 +176,8 @@ def clipped(spec: RunSpec, key: str, grad_N: Tensor) -> Clipped:
 
 
 def unit_spans(spec: RunSpec, key: str, unit: str) -> tuple[slice, slice, slice]:
-    """Return the slices of a unit (an expert, or the rest) in three tensors of its layer: parameters, first moments and
-    second moments. With Muon an expert has no second moment, so its third slice is empty."""
+    """Return the slices that a unit (an expert, or the rest) has in its layer's parameters, first moments and second
+    moments. With Muon an expert has no second moment, so its third slice is empty."""
     span = state_slices(spec, key)[unit]
     missing = state_layout(spec, key).numel - moment2_numel(spec, key)  # the layer's first elements have none
     return span, span, slice(max(0, span.start - missing), max(0, span.stop - missing))

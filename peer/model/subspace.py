@@ -91,7 +91,7 @@ class Subspace:
 
 
 def constants_of(spec: RunSpec, key: str, *, device: torch.device, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the constants that `llama.py` expects among the tensors of the layer `key`, by name."""
+    """Return name -> tensor for the constants of a subspace model that layer `key` needs beside its parameters."""
     if not spec.model.subspace or key == HEAD:
         return {}
     subspace = Subspace.of(spec, device)

@@ -32,8 +32,8 @@ class Boundary:
         self.wire = ActivationWire(spec)
 
     def receive(self, microbatch: Microbatch, payload: Payload | None) -> tuple[Tensor, Labels]:
-        """Return the stage's input and the labels. Args: payload: the activation; then the input is [B, T, D].
-        None: this is stage 0, and the input is tokens [B, T] from the corpus."""
+        """Return (the stage's input, the labels). Args: payload: an activation, decoded to the input [B, T, D]; None at
+        stage 0: the input is tokens [B, T] from the corpus."""
         if payload is not None:
             x_BTD, labels = self.wire.decode_activation(payload, self._device)
             return x_BTD.requires_grad_(not microbatch.validates), labels

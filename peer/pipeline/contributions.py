@@ -30,10 +30,10 @@ from shoal.peer.pipeline.offload import Offload
 from shoal.peer.pipeline.weight_set import OpenSum, Places, WeightSet
 
 HELD_OUT_MAX = 16
-"""The most gradients of one step that are held out of its sum; each is as large as the stage."""
+"""The most gradients of one step that are kept apart from its sum (held out); each is as large as the stage."""
 
 _Gradient = tuple[Tensor, WeightSet | None]
-"""A gradient, and the weights at which it was taken; None: the strategy does not need these weights."""
+"""(a gradient, the weights at which it was taken or None if the compensation for staleness does not need them)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,15 +43,16 @@ class Summed:
     sum_N: Tensor
     """float32 [N] on the host."""
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or none is corrected."""
+    """The sum of the weights at which the stale gradients were taken, with one summand for each of them. None: no
+    gradient is stale, or the compensation for staleness does not use the sum."""
     num: int
 
 
 class Contributions:
-    """The contributions of a stage with `size` = N parameters. Sums are float32, gradients [N] in the backward's dtype.
+    """The gradient sums, float32, of a stage with `size` = N parameters. Gradients, [N], have the backward's dtype.
 
-    Args: corrects: the strategy corrects sums for stale weights, so each sum is returned with the sum of these
-        weights (`Places`).
+    Args: corrects: the compensation for staleness corrects sums, so each sum is returned with the sum of the weights
+        at which its stale gradients were taken (`Places`).
     """
 
     def __init__(self, size: int, vectors: Vectors, *, corrects: bool = False, offload: Offload | None = None) -> None:
@@ -72,11 +73,11 @@ class Contributions:
         self._finished: dict[Microbatch, _Gradient] = {}  # backwards that are not announced yet
 
     def has(self, microbatch: Microbatch) -> bool:
-        """True if the microbatch's gradient is here already, in the sum or held out. (A repeated run adds nothing.)"""
+        """True if a gradient of the microbatch is in a sum or held out: then a repeated run adds nothing."""
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
-        """Register the tensor into which the backward writes the gradient and, if needed, the weights that it uses."""
+        """Register the tensor that the backward will fill, and the weights that it uses if they are needed later."""
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
@@ -101,7 +102,7 @@ class Contributions:
         """Add a gradient to its step's sum, or keep it apart from the sum if `held_out` and there is room. Call this
         just before the gradient is announced.
 
-        Returns: True: kept apart; False: in the sum, or the microbatch has no gradient here; None: its step is over."""
+        Returns: True: kept apart; False: in the sum, or there is no such gradient; None: its step is committed."""
         finished = self._finished.pop(microbatch, None)
         if microbatch.step < version:
             return None
@@ -144,7 +145,7 @@ class Contributions:
         return self._nums.get(step, 0)
 
     def seen(self, step: int) -> OpenSum | None:
-        """Return the present sum of `step`, without the gradients held out; None if there is no sum."""
+        """Return the sum of `step` as it is now, without the gradients held out; None: no gradient has been added."""
         with self._working:
             sum_N, places = self._sums.get(step), self._places.get(step)
             if sum_N is None:
@@ -166,7 +167,7 @@ class Contributions:
             self._summed.discard(microbatch)
 
     def move_out(self) -> None:
-        """Move the sums of places (weights at which gradients were taken) to host memory. Call this within a job."""
+        """Move all `Places` (sums of weights at which gradients were taken) to the host. Call this within a job."""
         with self._working:
             for step, places in list(self._places.items()):
                 self._places[step] = Places(self._offload.put(places.sum_N), places.num)
@@ -193,7 +194,7 @@ class Contributions:
             self._places[step].add(weights)
 
     def _give(self, step: int, kept: list[_Gradient]) -> Summed | None:
-        """Return the step's sum plus the gradients `kept`; None: the step is over. The caller holds `_working`."""
+        """Return the step's sum plus the gradients `kept`; None: our step has begun. The caller holds `_working`."""
         if step < self._first_open:
             return None
         total_N, places = self._sums.get(step), self._places_with(step, kept)
@@ -212,8 +213,8 @@ class Contributions:
         return self._sums[step].device == self._vectors.host
 
     def _places_with(self, step: int, kept: list[_Gradient]) -> Places | None:
-        """Return the `Places` of the step's stale gradients, including `kept`; None: there are none, or none are
-        needed."""
+        """Return the sum of the weights at which the step's stale gradients, also those in `kept`, were taken; None: no
+        gradient is stale, or the compensation does not use this."""
         places = self._places.get(step)
         stale = [weights for _, weights in kept if weights is not None and weights.version < step]
         if not self._corrects or (places is None and not stale):

@@ -9,18 +9,18 @@ from shoal.protocol.ports import Payload
 
 @dataclass(slots=True)
 class ExpertPart:
-    """One expert's part of a microbatch's run, for all layers of the stage."""
+    """The work of one expert, in all layers of the stage, for one run of a microbatch."""
 
     holder: PeerID | None = None
     """The present holder; None: not chosen yet, or lost."""
     avoid: PeerID | None = None
     """The previous holder, which failed."""
     replaced: bool = False
-    """True if another holder had the part before: its sum may contain the microbatch's gradient already."""
+    """True if an earlier holder failed: its sum of gradients may contain this microbatch's gradient already."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) sent for its backward, kept for a replacement until holders know the run's end."""
+    """Layer -> (tokens, gradients) sent for its backward, kept for a new holder until the run's end is reported."""
     done: set[int] = field(default_factory=set)
-    """Layers that the present holder has run backward."""
+    """The layers in which the present holder has run the backward."""
 
     def lose(self) -> None:
         self.avoid, self.holder = self.holder, None
@@ -30,7 +30,7 @@ class ExpertPart:
 
 @dataclass(slots=True, eq=False)
 class Passage:
-    """One run of a microbatch through the experts. Args: number: counts the runs since this peer joined the stage."""
+    """One run of a microbatch through the experts. Args: number: how many runs this peer began before in this stage."""
 
     number: int
     microbatch: Microbatch

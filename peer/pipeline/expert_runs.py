@@ -11,14 +11,14 @@ from shoal.peer.pipeline.weight_set import WeightSet
 from shoal.protocol.identity import PeerID
 
 AT_ONCE_MAX: Final = 4
-"""The most open runs of one microbatch by one sender, since each has a gradient as large as the expert. An honest
-sender may have one run to report, one in progress, and between these two some that it gave up without a report."""
+"""The most runs of one microbatch by one sender that may be open: each has a gradient as large as the expert. An honest
+sender may have one run to report, one in progress, and in between some that it gave up without a report."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch. Its sender, the stage member `source`, numbers its own replicas (`incarnation`), and the
-    runs of each replica (`passage`)."""
+    """One run of a microbatch, identified by its sender (`source`, a stage member), the sender's replica
+    (`incarnation`), and the number of the run at that replica (`passage`)."""
 
     microbatch: Microbatch
     source: PeerID
@@ -39,7 +39,7 @@ class OpenRun:
     weights: WeightSet | None
     staleness_steps: int
     layers: set[int] = field(default_factory=set)
-    """Layers that the gradient includes."""
+    """The layers in which the run's backward is finished: `gradient_N` includes them."""
 
 
 class OpenRuns:
@@ -63,12 +63,12 @@ class OpenRuns:
         return opened
 
     def layers_done(self, run: Run) -> int:
-        """Return the number of layers that the run's gradient includes."""
+        """Return in how many layers this run has finished its backward."""
         opened = self._open.get(run)
         return len(opened.layers) if opened else 0
 
     def close(self, run: Run, *, version: int, zero_N: Tensor | None, keeps_weights: bool) -> int | None:
-        """End a run, so that its gradient can be contributed, or `zero_N` if the run brought no token.
+        """End a run: its gradient, or `zero_N` if the run brought no token, can then be contributed.
 
         Args: version: the holder's version; keeps_weights: the strategy needs the weights that the run used.
         Returns: the run's staleness in steps; None: the run adds nothing to the sum.
@@ -87,8 +87,8 @@ class OpenRuns:
         return opened.staleness_steps
 
     def drop(self, source: PeerID, successor: int | None = None) -> None:
-        """Forget the runs of `source`, which has died, or restarted as the incarnation `successor`. The successor's
-        runs stay: its tokens may arrive before the news of the restart."""
+        """Forget the runs of `source`, which has died, or has restarted with the incarnation `successor`. Runs of
+        `successor` stay: its tokens may arrive before the news of the restart."""
         for run in list(self._open):
             if run.source == source and (successor is None or run.incarnation < successor):
                 self._open.pop(run, None)

@@ -44,7 +44,7 @@ class ExpertShard(Shard):
     def backward(self, run: Run, layer: int, x_ND: Tensor, grad_ND: Tensor, *, wanted: bool) -> Tensor:
         """Return the tokens' gradient, float32 [N, D]. Add the weights' gradient to the run's gradient, once per layer.
 
-        Args: wanted: the group lacks the microbatch's gradient; only the value at a run's first backward counts.
+        Args: wanted: the group has no gradient of the microbatch yet; only the value in the first backward counts.
         """
         weights = self._wanted(run.microbatch)
         opened = self.open_runs.get(run)
@@ -72,8 +72,8 @@ class ExpertShard(Shard):
     # --- between jobs ---
 
     def close(self, run: Run, *, wanted: bool) -> int | None:
-        """End a run, so that its gradient can be contributed. A run without tokens contributes zeros if `wanted` (the
-        group lacks the microbatch), else nothing. Returns: the run's staleness in steps; None: the run adds nothing."""
+        """End a run, so that its gradient can be contributed. A run that brought no token contributes zeros if `wanted`
+        (the group has no gradient of it yet). Returns: staleness in steps; None: the run adds nothing to the sum."""
         zero_N = None
         if wanted and self.open_runs.get(run) is None:
             zero_N = self._zero_gradient()

@@ -28,7 +28,7 @@ class TokenWire:
         self._training = spec.training
         self._num_experts = spec.model.num_experts
         self.tokens = spec.training.microbatch_size * spec.model.context
-        """Number of tokens of a microbatch; an expert gets at most that many."""
+        """The number of tokens in a microbatch, the most that one expert can get."""
         self.row_bytes = self._dtype.itemsize * self._width
 
     def encode(self, x_PD: Tensor) -> bytearray:

@@ -22,11 +22,11 @@ from shoal.peer.model.state import LayerState, StageState
 logger = logging.getLogger(__name__)
 
 _APART: Final = ("cuda", "xpu")
-"""Device types with memory of their own."""
+"""Device types that have memory separate from the host's."""
 
 
 class Offload:
-    """Moves tensors from a peer's `device` to host memory. Once begun, this goes on in the peer's later replicas."""
+    """Moves tensors from a peer's `device` to host memory; once begun, also for all later replicas of the peer."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -38,7 +38,7 @@ class Offload:
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and `Places` in host memory from now on. Return False if this changes nothing."""
+        """Keep moments and `Places` in host memory from now on. Return False if it was so before or is impossible."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(

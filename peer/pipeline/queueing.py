@@ -19,7 +19,7 @@ class LinkQueues:
         self._waited_s: defaultdict[PeerID, float] = defaultdict(float)
 
     def sent(self, target: PeerID, took_s: float) -> float:
-        """Record that a message took `took_s` seconds to be sent. Return how many of these it waited in the queue."""
+        """Record that a message took `took_s` seconds to be sent. Return an estimate of its seconds in the queue."""
         quickest_s = self._quickest_s[target] = min(took_s, self._quickest_s.get(target, took_s))
         self._waited_s[target] = took_s - quickest_s
         return took_s - quickest_s

@@ -53,7 +53,7 @@ class _Step:
     new: dict[str, LayerState] = field(default_factory=dict)
     skipped: int = 0
     square: float = 0.0
-    """The squared 2-norm, before clipping, of the gradients of the layers in `new`."""
+    """The squared 2-norm of the stepped layers' (`new`) gradients before clipping."""
 
 
 class How(TypedDict, total=False):
@@ -132,14 +132,14 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step can be repeated exactly, or need not be exact (s_max > 0)."""
+        """True if a microbatch of the previous step may run again: with equal weights, or if s_max > 0 with others."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
         return initial_state(self.spec, self.keys, self.device)
 
     def load(self, state: StageState) -> None:
-        """Use `state`, from the run's seed, a group member or a snapshot. Keep the sums of uncommitted steps."""
+        """Use `state`, from the run's seed, a group member or a snapshot. Keep gradient sums of uncommitted steps."""
         assert tuple(state.layers) == self.keys, "the state is another stage's"
         self._version, self._step, self._light = state.version, None, None
         self.state = self._offload.state(state)
@@ -147,7 +147,7 @@ class Shard:
         self._contributions.forget_before(self.version)
 
     def load_weights(self, weights: RoundedWeights) -> None:
-        """Use `weights` without moments, as a learner, until a state is loaded. Keep the sums of uncommitted steps."""
+        """Use `weights`, without moments (as a learner), until a state is loaded. Keep uncommitted gradients."""
         assert tuple(weights.params) == self.keys, "the weights are another stage's"
         assert self.state is None, "weights alone in place of a state"
         params = {key: param_N.to(self.device) for key, param_N in weights.params.items()}
@@ -214,13 +214,13 @@ class Shard:
         """Add the microbatch's gradient to its step's sum or, if `held_out` and there is room, keep it apart, so that a
         round can omit it. Call this just before the gradient is announced.
 
-        Returns: True: the gradient is kept apart; False: it is not; None: its step is over, and it is in no sum."""
+        Returns: True: it is kept apart; False: it is in the sum, or there is none; None: its step is committed."""
         return self._contributions.contribute(microbatch, version=self.version, held_out=held_out)
 
     def gradient_sum(self, step: int, indices: Indices | None = None) -> Callable[[], Tensor | None]:
-        """Request the sum of our contributions to `step`, with the held-out ones of `indices` (None: all). If the
-        strategy corrects and `step` is the current version, the sum is corrected for the weights at which the gradients
-        were taken. (If we request a sum before our own step to version `step` has ended, it is not corrected.)
+        """Request the sum of our gradients of `step`, with the held-out ones that `indices` names (None: all). If the
+        compensation corrects gradients for the weights at which they were taken, and `step` is the current version,
+        the sum is corrected. (A sum requested before our own step to version `step` has ended is not corrected.)
 
         Returns: a function for any thread but the event loop's: float32 [N] on the CPU; None: our step has begun.
         """
@@ -260,8 +260,8 @@ class Shard:
     # --- for subclasses, within a job ---
 
     def _weights_of(self, microbatch: Microbatch) -> tuple[WeightSet, Leaves]:
-        """Return (weights for the microbatch's step, autograd leaves of these weights that collect only this
-        microbatch's gradient)."""
+        """Return (the weights for the microbatch's step, autograd leaves that share their memory and collect the
+        gradient of this microbatch alone)."""
         self._contributions.settle()  # adds announced gradients, which frees memory
         weights = self._wanted_by(microbatch)
         leaves = {key: self._leaves_of(key, weights.computed_in(self.dtype, key)) for key in self.keys}
@@ -311,7 +311,7 @@ class StageShard(Shard, ABC):
     """
 
     flop: JobFlop
-    """Floating-point operations of a job; of a job that calls experts on other peers, those of one part."""
+    """FLOP of each kind of job; of one part of a job if calls to experts on other peers cut the job."""
 
     def __init__(
         self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, corpus: Corpus | None, **how: Unpack[How]
@@ -321,8 +321,8 @@ class StageShard(Shard, ABC):
         self._boundary = Boundary(spec, first_layer=first_layer, corpus=corpus, device=self.device)
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`. Send gradients in the format that the run pairs with `coming`, the
-        format of the activations that arrive."""
+        """Send activations in the format `leaving`, and gradients in the format that the run pairs with `coming`, in
+        which activations arrive."""
         self._boundary.wire.travel_as(leaving, coming)
 
     @abstractmethod

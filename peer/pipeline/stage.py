@@ -50,14 +50,14 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, Tensor] | None
-    """The forward's weights, their leaves, and the output [B, T, D] with its graph; None: the backward repeats the
-    forward."""
+    """(the forward's weights, their autograd leaves, the output [B, T, D] with its graph); None: the backward repeats
+    the forward."""
     read: tuple[WeightSet, Leaves, list[Tensor]] | None = None
     """If the backward runs layer by layer: (the forward's weights, their leaves, each layer's input); else None."""
 
 
 class StageRuntime(StageShard):
-    """The layers of one stage, and the contexts of microbatches between forward and backward."""
+    """All layers of one stage on this peer, and each microbatch's context between its forward and backward."""
 
     def __init__(
         self, spec: RunSpec, first_layer: int, last_layer: int, *, corpus: Corpus | None, **how: Unpack[How]

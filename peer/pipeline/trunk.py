@@ -57,7 +57,7 @@ class _Front:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """One layer's call to its experts, kept from forward to backward: the part before the call and the leaves after
+    """One layer's call to its experts, kept for the backward: the graph before the call, the autograd leaves after
     it."""
 
     front: _Front
@@ -66,7 +66,7 @@ class _Cut:
 
 
 _Graph = tuple[Tensor, list[_Cut]]
-"""The output of the last part of a forward, and the cuts (calls) before this part, first layer first."""
+"""(a forward's output, with the graph after its last call to experts; all its calls, first layer first)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class _Context:
     labels: Labels
     contributes: bool
     kept: tuple[WeightSet, Leaves, _Graph] | None
-    """The forward's weights, their leaves and its graph; None: the backward repeats the forward."""
+    """(the forward's weights, their autograd leaves, its graph); None: the backward repeats the forward."""
 
 
 class StageTrunk(StageShard):

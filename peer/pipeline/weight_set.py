@@ -12,14 +12,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
 class WeightSet:
-    """The parameters of a stage for one step. Two sets are never equal, even with equal numbers."""
+    """The parameters that a stage uses for one step. Sets are compared by identity, not by their numbers."""
 
     params: Mapping[str, Tensor]
     """Layer key -> float32 [numel]; bfloat16 [numel] at a learner."""
     version: int
-    """The version from which the set was made."""
+    """The version of the state from which the set was made or predicted."""
     num_seen: int = 0
-    """The number of gradients, of steps not yet committed, that the strategy used to make the set."""
+    """How many gradients of uncommitted steps the compensation for staleness used to predict the set."""
     _narrow: dict[str, Tensor] = field(default_factory=dict)
 
     def computed_in(self, dtype: torch.dtype, key: str) -> Tensor:
@@ -63,4 +63,5 @@ class OpenSum:
     """The sum of the gradients, float32 [N]."""
     num: int
     places: Places | None
-    """Sum of the weights at which stale gradients were taken; None: no gradient is stale, or none is corrected."""
+    """The sum of the weights at which the stale gradients were taken, with one summand for each of them. None: no
+    gradient is stale, or the compensation for staleness does not use the sum."""

@@ -55,7 +55,7 @@ class Weights:
         strategy = COMPENSATIONS[name]
         self._predicts, self._sees, self.corrects = strategy.predicts, strategy.sees, strategy.corrects
         self.keeps_places = strategy.corrects or strategy.sees
-        """True if the strategy needs the weights at which gradients were taken."""
+        """True if the compensation for staleness needs the weights at which each gradient was taken."""
         self._made: tuple[StageState | None, dict[int, WeightSet]] = (None, {})  # state, step -> weights
         self._ahead: WeakValueDictionary[int, WeightSet] = WeakValueDictionary()  # step -> its newest set alive
         self._alive: WeakSet[WeightSet] = WeakSet()
@@ -95,7 +95,7 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights of `state` to be kept after the coming step, which frees the state; None: keep none."""
+        """Return the weights of `state` to keep through the coming step, which frees the state; None: keep none."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.
@@ -111,12 +111,12 @@ class Weights:
         self._before = self._kept(kept) if kept is not None else None
 
     def loaded(self) -> None:
-        """Drop the cached and the kept weights, which are of an earlier state. Jobs that use a set keep it alive."""
+        """Forget the cached and the previous weights, which belong to another state. Jobs keep the sets they use."""
         self._made = (None, {})
         self._before = None
 
     def forget_made(self) -> None:
-        """Drop the cached sets for steps ahead, which can be made again. Jobs that use a set keep it alive."""
+        """Forget the cached sets for steps ahead: they can be made again. Jobs keep the sets that they use."""
         self._made = (None, {})
 
     @torch.no_grad()
@@ -146,7 +146,7 @@ class Weights:
         return sets[state.version]
 
     def _outdated(self, weights: WeightSet, state: StageState, step: int) -> bool:
-        """True if the strategy uses gradients, and a commit or enough new gradients came after `weights` was made."""
+        """True if the strategy uses gradients, and a commit or many new gradients came since `weights` was made."""
         if not self._sees:
             return False
         num_seen = self._num_seen(state, step)
@@ -179,7 +179,7 @@ class Weights:
 
     def _seen(self, key: str, layer: LayerState, its: OpenSum, *, known: bool) -> OwnGradients | None:
         """Return our mean gradient of an uncommitted step for one layer, clipped as in the step; None: it is not
-        finite. Args: known: `layer` has the step's own weights, so the displacement from these weights is known."""
+        finite. Args: known: `layer` is at the step's own version, so the displacement can be computed."""
         span = self._spans[key]
         gradient_N = clipped(self._spec, key, its.sum_N[span].to(layer.param_N.device) / its.num).gradient_N
         if gradient_N is None:

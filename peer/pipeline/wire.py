@@ -7,12 +7,12 @@ numbers, which no real model has). So a payload can be read under any plan, and 
 In formats of few bits (`kernels/codec`) activations are rounded to nearest, and gradients stochastically, so that they
 are unbiased. The microbatch and the layer seed the rounding, so a repeated backward gives the same bytes.
 
-An activation is followed by its labels: the target of each token. If the run masks documents or does not learn all
-targets, the microbatch's weight follows, too, and one bit of each target marks the beginnings of documents.
+An activation is followed by its labels: the target of each token. If the run masks documents or leaves out targets
+in the loss, the microbatch's weight follows, too, and one bit of each target marks the beginnings of documents.
 
 In a subspace model (`peer/model/subspace.py`) the k coordinates of a token travel instead of its D numbers, and the
-receiver needs the tokens to restore the D numbers. If all targets are learnt, each target is the next token, so only
-the first token of each sample is sent as well; otherwise all tokens are sent.
+receiver needs the tokens to restore the D numbers. If no target is left out, each is the next token, so only the
+first token of each sample is sent as well; otherwise all tokens are sent.
 
 B samples   T tokens   D width   W numbers sent for a token: D, or the k of a subspace
 """
@@ -37,9 +37,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
 _BEGINS: Final = 1 << 30
-"""The bit of a label that marks the beginning of a document; the bits below hold the target."""
+"""The bit of a token's label that marks the beginning of a document; lower bits hold the token's target."""
 _NOTHING: Final = _BEGINS - 1
-"""The value of a target that is not learnt. No vocabulary is that large (`VOCABULARY_MAX`)."""
+"""Stands in place of a target that does not count in the loss. It is above all tokens (`VOCABULARY_MAX`)."""
 
 
 class ActivationWire:
@@ -51,17 +51,17 @@ class ActivationWire:
         self._shape_BT = self._shape_BTW[:2]
         self._numel = math.prod(self._shape_BTW)
         self._activations = {tensor_bytes(form, self._numel): form for form in spec.wire.forward}
-        """Size of an activation's payload without labels -> its format; `_gradients` does this for gradients."""
+        """Bytes of an encoded activation, without labels -> its format. `_gradients` is the same for gradients."""
         gradients = map(spec.wire.backward_of, spec.wire.forward)
         self._gradients = {tensor_bytes(form, self._numel): form for form in gradients}
         self.travel_as(spec.wire.forward[0], spec.wire.forward[0])
         self._leaves_out, self._masks = spec.data.leaves_out_targets, spec.data.masks_documents
         self.targets_bytes = spec.labels_bytes
-        """Bytes of the labels of an activation, including the tokens of a subspace model."""
+        """The bytes of an activation's labels: targets, in some runs a weight, and in a subspace model tokens."""
 
     def travel_as(self, leaving: WireFormat, coming: WireFormat) -> None:
-        """Send activations in the format `leaving`. Send gradients in the format that the run pairs with `coming`, the
-        format of the activations that arrive. Both arguments are formats of `WireSpec.forward`."""
+        """Send activations in the format `leaving`, and gradients in the format that the run pairs with `coming`, in
+        which activations arrive. Both arguments are formats of `WireSpec.forward`."""
         self._forward, self._backward = leaving, self._spec.wire.backward_of(coming)
 
     @property

@@ -10,7 +10,7 @@ from shoal.peer.pipeline.prediction.compensation import Seen, Settings
 from shoal.peer.pipeline.prediction.extrapolation import PipeOptim
 
 MEMORY = 0.9
-"""The factor on a gain's old sums at each new measurement, so that about the last ten measurements count."""
+"""Each new measurement of a gain multiplies the earlier ones by this, so that about the last ten count."""
 GAIN_MAX = 2.0
 """Limit of the gain. The second step of SGD with momentum 0.9 is 1.9 times its first; a larger gain is noise."""
 
@@ -34,7 +34,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Trace:
-    """A measurement in progress: a predicted movement, to be compared with the actual movement."""
+    """A measurement of one gain in progress: the predicted movement, and its product with the actual one so far."""
 
     way_N: Tensor
     staleness_steps: int
@@ -86,7 +86,7 @@ class Calibrated(PipeOptim):
             self._gains[trace.staleness_steps] = gain
 
     def _begin(self, layer: LayerState, settings: Settings) -> _Trace | None:
-        """Begin to measure the gain that was measured longest ago; None: no prediction was ever used."""
+        """Begin a measurement for the staleness that was measured longest ago; None: no prediction was ever used."""
         if not self._gains:
             return None
         staleness_steps = next(iter(self._gains))

@@ -30,11 +30,11 @@ class OwnGradients:
     gradient_N: Tensor
     """The mean gradient, clipped as in the step: float32 [N]."""
     displacement_N: Tensor | None = None
-    """Mean of w_t (the step's weights) - ŵ (those used), float32 [N]; None: no ŵ differed from w_t, or unknown."""
+    """The mean of w_t - ŵ (the step's own weights minus those used), float32 [N]; None: it is zero or unknown."""
 
 
 Seen = Sequence[OwnGradients | None]
-"""This member's gradients of each step from the layer's version on; None: the member has none of that step."""
+"""This member's gradients of step v (the layer's version), v + 1 ...; None: the member has none of that step."""
 
 
 class Compensation(ABC):
@@ -71,8 +71,8 @@ class Compensation(ABC):
     def committed(  # noqa: B027 - most have nothing to learn
         self, before: LayerState, after: LayerState, settings: Settings
     ) -> None:
-        """Learn from a committed step that changed the layer. Args: settings: the optimizer's arguments at the version
-        of `before`."""
+        """Learn from a committed step, which changed the layer from `before` to `after`. Args: settings: the
+        optimizer's arguments at the version of `before`."""
 
     @abstractmethod
     def _ahead(self, layer: LayerState, settings: Settings, staleness_steps: int, seen: Seen) -> Tensor:
