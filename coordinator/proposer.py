@@ -66,7 +66,7 @@ class Ballot:
     promised: set[PeerID] = field(init=False, default_factory=set)
     """Members that have granted this term to another candidate."""
     refused: set[PeerID] = field(default_factory=set)
-    """Members that have refused our plan for a flaw, or that this ballot does not ask."""
+    """Members that are not asked any more: they refused our plan for a flaw, or were left out from the start."""
     voted: dict[PeerID, str] = field(init=False, default_factory=dict)
     """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
     learned: list[tuple[int, SignedPlan]] = field(init=False, default_factory=list)
@@ -180,7 +180,7 @@ class Proposer:
         return self._ballot is not None and self._ballot.prevote
 
     def drop(self) -> bool:
-        """End the ballot, because a plan above its base is live. Returns: whether it was more than a pre-vote."""
+        """End the ballot, because a plan above its base is live. Returns: False if it was only a pre-vote, or none."""
         dropped, self._ballot = self.is_busy, None
         return dropped
 
@@ -339,8 +339,8 @@ class Proposer:
         return max(self._chain.granted_term, base.plan.term, self._term_max) + 1
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`; none if our vote alone is a majority. Such a vote must be
-        on disk before the plan goes live, so we ask ourselves for it as we ask other peers."""
+        """Return {this peer: its vote}, signed if there is a `body`; empty if our vote alone is a majority. Such a vote
+        must be on disk before the plan goes live, so we ask ourselves for it as we ask other peers."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -481,5 +481,5 @@ def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tupl
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:
-    """True if the new era, of which `begins` is the start, continues where the layout of `before` ends."""
+    """True if the era that starts with `begins` continues at the version at which the layout of `before` ends."""
     return before.cutover_version > 0 and (begins.from_era, begins.version) == (before.era, before.cutover_version)

@@ -19,7 +19,7 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""The number of fp32 moments of a parameter. Muon keeps one, and a second one outside the hidden matrices."""
+"""The number of the optimizer's fp32 moments for each parameter. Muon has one, outside the hidden matrices two."""
 LOGITS_BYTES_MAX = 1 << 28
 """The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
@@ -32,8 +32,8 @@ class ResidentTerms:
 
     state: float
     weights: float
-    """Bytes for weights of other steps: one set for each step ahead; with no steps ahead, one set of the previous
-    version, to repeat microbatches bit for bit. With steps ahead and recomputation there are none."""
+    """Bytes for weights of other steps: s_max sets, at least one (the previous version, to repeat microbatches bit for
+    bit); none if stages are recomputed and s_max > 0. `calibrated` compensation adds one set if s_max >= 2."""
     narrow_weights: float
     """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
     gradient: float
