@@ -119,7 +119,7 @@ class CoordinatorWatch:
         time."""
         self._alarm_until_s = now_s
         self._replaced: tuple[PeerID, float] | None = None
-        """(coordinator that lost the role because it was silent, the time from which it was silent); None: none."""
+        """(coordinator that lost its role by silence, since when it had been silent); None: there is no such one."""
 
     @property
     def suspect_at_s(self) -> float:
@@ -197,7 +197,7 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If it is a coordinator that lost the role by a silence, but is alive, tolerate a
+        """Record an answer of `peer`. If `peer` lost the coordinator's role by a silence, it was not dead: tolerate a
         silence of that length from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])

@@ -387,7 +387,7 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Return the members with a possibly slow line to which `peer` was not asked to measure its link since then."""
+        """Return the members suspected of a slow line to which `peer` was not asked to measure since the suspicion."""
         return [
             other
             for other, since_s in self._suspects(now_s).items()

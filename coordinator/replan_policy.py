@@ -96,7 +96,7 @@ class ReplanPolicy:
         self._ended_s: float | None = None
         """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
-        """Last sign of life from the members of stages without state, if too few peers are left; else inf."""
+        """Last sign of life from members of stages without state, if too few peers are left for a layout; else inf."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
@@ -433,8 +433,8 @@ class ReplanPolicy:
     def _announced(
         self, live: Plan, stages: tuple[Stage, ...], why: str, now_s: float, *, times: int = 1
     ) -> tuple[Next, str]:
-        """Return the live layout with `stages` as its successor and the version of the change set, `times` the usual
-        notice ahead."""
+        """Return the live layout with `stages` as its successor, and with the version at which these take over: `times`
+        the usual notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1

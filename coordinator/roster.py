@@ -368,7 +368,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers that `peer` has, layers of its stage), as numbers, if it is a learner in `live`, else None."""
+        """Return (number of layers that `peer` has, number in its stage) if it is a learner in `live`, else None."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

@@ -28,7 +28,7 @@ SEEN_MARKS = 7
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""If the median rate of the last `LATE_MARKS` marks, times this, is below the layout's rate, it replaces that rate."""
+"""The median rate of the last `LATE_MARKS` marks replaces a layout's rate that is more than this many times higher."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
 """A step is late once the time since the last commit exceeds both `STANDS_S` and `LATE_STEPS` usual step times (for the

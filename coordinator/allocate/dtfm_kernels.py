@@ -203,7 +203,7 @@ def _columns(x, k, above, under, partner):
 
 @inner
 def _all_reduce(row, share):
-    """Return (the largest value, the sum of squares) over a stage's members of the seconds of a member's all-reduce."""
+    """Return (the longest, the sum of squares) of the all-reduce times of a stage's members, in seconds."""
     worst, square = 0.0, 0.0
     for d in row:
         total = 0.0

@@ -250,7 +250,7 @@ def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
 
 
 def _release(slots: Sequence[Slot]) -> None:
-    """Remove the draining peers from each stage with its state on a staying member; elsewhere, all but one."""
+    """Remove each stage's draining peers; keep one of them if no staying member has the stage's state."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
         if any(peer.synced_stage == slot.index for peer in slot.stayers):

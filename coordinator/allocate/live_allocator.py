@@ -47,7 +47,7 @@ STAY = 0.5
 HOLDERS_MIN = 2
 """A search that keeps the boundaries also lets at least two holders of a stage stay, or the one if it has only one."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a home (a stage where it starts sooner) if a step then takes at most this times the shortest."""
+"""A newcomer goes to a home (a stage where it starts sooner) if a step is then at most this factor from the best."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
@@ -375,7 +375,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of `found` into `slots`. Present holders that stay, or were not in the search, come first."""
+    """Put the devices of `found` into `slots`. Current holders that stay, or were not in the search, come first."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]

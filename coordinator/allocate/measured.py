@@ -68,9 +68,9 @@ class Estimate:
     n: int = 0
     """The number of reports in the average, at most `STEADY_REPORTS`."""
     at_s: float = -math.inf
-    """The number of reports in a row, up to the last, that were far above the average; negative: far below it."""
+    """The time of the last measurement."""
     _odd: int = 0
-    """How many last reports in a row were far above the average; negative: far below the average."""
+    """The number of reports in a row, up to the last, that were far above the average; negative: far below it."""
 
     @property
     def value(self) -> float:

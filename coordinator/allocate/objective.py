@@ -44,7 +44,7 @@ AGREED_S = 5.0
 boundaries to its first step (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
 """A peer that fetches layers before a change must also receive each step's gradient of the layers that it has. It keeps
-as many layers up to date as have gradients that travel in this part of a step (`peer/MEASURED.md`)."""
+only so many layers up to date that their gradients travel within this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
 """State fetched before a change gets at least this part of a line that steps keep busy: a holder waits for a quiet
 moment to send, but at most four times as long as the transfer takes (`peer/handoff/server.py`). So steps limited by

@@ -197,7 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a start with one device on each stage; None: all devices reach each other, or none was found."""
+        """Return a first placement, one device a stage; None: all devices reach each other, or none was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None

@@ -32,8 +32,8 @@ class ResidentTerms:
 
     state: float
     weights: float
-    """Bytes for weights of other steps: s_max sets, at least one (the previous version, to repeat microbatches bit for
-    bit); none if stages are recomputed and s_max > 0. `calibrated` compensation adds one set if s_max >= 2."""
+    """Bytes for weights of other versions: s_max copies, at least one (the previous version, to repeat microbatches bit
+    for bit), but none if stages are recomputed and s_max > 0. `calibrated` compensation adds a copy if s_max >= 2."""
     narrow_weights: float
     """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
     gradient: float

@@ -190,7 +190,7 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage of the new `bounds`: each layer takes its part of a load along."""
+        """Return the measured loads by stage of the new `bounds`: a layer takes its part of the load along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}

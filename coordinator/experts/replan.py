@@ -130,7 +130,7 @@ def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np
 
 
 def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[int]:
-    """Return [N], a column of its own for each row, of the same kind, such that the sum of `worth_NN` is largest."""
+    """Return [N], a different column for each row, of the same kind, such that the sum of `worth_NN` is largest."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     number: dict[Hashable, int] = {}
