@@ -69,8 +69,7 @@ class ClusterView:
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], FLOP of a microbatch's forward in each layer, without placed experts; `Heartbeat.forward_s` is its
-        time."""
+        """[L], FLOP of a microbatch's forward in each layer, without placed experts; `Heartbeat.forward_s` times it."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas

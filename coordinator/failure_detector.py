@@ -295,9 +295,8 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
-        """Ping suspects, and mark those as gone that neither two neighbours nor we can reach.
-        Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
-        """
+        """Ping suspects. A suspect is gone if two neighbours cannot reach it, and it does not answer us either.
+        Args: awaited: silent members that may return with the only copy of a state, until they refuse us."""
         for peer in plan.members:
             if peer == self._me:
                 continue

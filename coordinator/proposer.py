@@ -107,9 +107,9 @@ class Ballot:
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that members have voted for and that may be live. A plan cannot be live if the electors that
-        granted us the term and deny a vote for that plan leave no majority of others. So one liar cannot force on us a
-        plan that the others refused."""
+        """The latest plan that may be live, of those that members have voted for. A plan cannot be live if no majority
+        is left without the electors that granted us the term and have not voted for that plan. So one liar cannot force
+        on us a plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -459,7 +459,8 @@ class Proposer:
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
     """Return `stages` with each member's `since`: as in `before` if the member had the same place there, else
-    `sequence`. Raise small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim anything."""
+    `sequence`. Shares and bandwidths below the stage's largest / `APART_MAX` rise to it: a member may claim
+    anything."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}

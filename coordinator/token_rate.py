@@ -24,7 +24,7 @@ MARK_S = 8.0
 MARKS_MAX = 20
 """The most marks kept: three in a row span over `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over this many last marks (points of the curve): it shows a change after four marks."""
+"""The number of newest rates between marks of which a layout's rate is the median: it shows a change after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25

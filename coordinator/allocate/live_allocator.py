@@ -47,13 +47,13 @@ STAY = 0.5
 HOLDERS_MIN = 2
 """A search that keeps the boundaries also lets at least two holders of a stage stay, or the one if it has only one."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a home (a stage where it starts sooner) if a step is then at most this factor from the best."""
+"""A newcomer goes to a home (a stage where it starts sooner) if a step is then at most 5 % longer than the best."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, up to 3 s of one core: a bad first
-division into stages stays until a better one is worth a halt. With fewer devices (`SMALL_DEVICES`) it gets less."""
+"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, at most 3 s of one core, and less
+with fewer devices than `SMALL_DEVICES`: a bad first division into stages stays until a better one is worth a halt."""
 FIRST_HORIZON_S = 3600.0
 """First layouts are compared by the steps made in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0

@@ -181,10 +181,10 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
     """Return [L], the bytes that the running microbatch takes in each layer besides `held_bytes`. If whole stages are
-    recomputed, this is the graph of each layer. On a GPU that is too small (`is_full`) it is only each layer's input:
-    there one layer's graph is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the
-    embedding needs beyond that of another layer. The last layer adds the same for the step of the head, or the head's
-    gradient and logits if those are more."""
+    recomputed, each layer takes its graph or, on a GPU that is too small (`is_full`), only its input: there one layer's
+    graph at a time is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
+    beyond a layer's step. The last layer adds the same for the head, or the head's gradient and logits if those are
+    more. With adapters, both add their dense copies instead, the last also the logits."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)

@@ -71,7 +71,7 @@ class FailureRecords:
         return [failure_probability(past.failures, past.seen_s, prior_s=prior_s) for past in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
-        """Return the records for the next coordinator: first the members', then those of peers heard most lately."""
+        """Return the records for the next coordinator: the members' first, then those of peers heard most recently."""
         order = dict.fromkeys([peer for peer in members if peer in self._pasts] + [*reversed(self._pasts)])
         known = ((peer, self._pasts[peer]) for peer in islice(order, HANDED_OVER_MAX))
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)

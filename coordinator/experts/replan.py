@@ -89,10 +89,11 @@ def fewest_fetches(
     """Exchange nodes, and experts, in placement `target` so that few copies must be fetched.
 
     Nodes of one kind can exchange all their experts, and two experts with equally many replicas can exchange all their
-    places, without a change in load or safety. So there are two assignments: parts of `target` to nodes, and places of
-    `target` to experts. Each is solved exactly with the other fixed, in turns, until neither helps.
+    slots, without a change in load or safety. So there are two assignments: of nodes to the rows of `target`, and of
+    experts to the sets of slots that one expert has in `target`. Each is solved exactly with the other fixed, in turns,
+    until neither helps.
 
-    Args: kinds: [N]; node i may take the part of node j if their kinds are equal and the parts equally large.
+    Args: kinds: [N]; node i may take the row of node j if their kinds are equal and the rows equally long.
     Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.
     Source: Kuhn-Munkres, in scipy after Crouse (2016)."""
     num_experts = 1 + max((expert for part in (*current, *target) for expert in part), default=-1)
