@@ -71,7 +71,7 @@ class Arrivals:
 
     @property
     def usual_s(self) -> float:
-        """The gap between messages that a sender rarely exceeds if its machine is not busy."""
+        """The longest gap between messages that is usual for a sender on a machine that is not busy."""
         return self.mean_s + DEVIATIONS * self.deviation_s
 
     @property

@@ -44,14 +44,14 @@ WARM_UP_STEPS = 4
 """The first steps of a layout are not compared: its pipeline fills, and new members compile their kernels."""
 LEARN_STEPS = 64
 FACTOR_MAX = 8.0
-"""The limit on the learned factor. A larger error means that something is broken, and is reported as slowness."""
+"""The largest learned factor (and its inverse the least): a larger error means that something is broken."""
 OFF_STEPS = 4
 """The measured rate can be a reason for a search only after this many measured steps."""
 SLOW = 0.75
 CHANGED = 1.25
 LAYOUTS_KEPT = 8
 NUMBERS_KEPT = 8
-"""Correction factors are kept for the `NUMBERS_KEPT` numbers of stages that were measured last."""
+"""Correction factors are kept for the `NUMBERS_KEPT` most recently measured numbers of stages."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -69,8 +69,8 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout in synchronous steps, divided by that in later steps; 1 if plans are
-        made for synchronous steps."""
+        """Predicted tokens/s of the live layout in synchronous steps / in later steps, which the plan is made for; 1 if
+        it is made for synchronous steps."""
         self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
@@ -80,23 +80,23 @@ class Calibration:
         self._seen = 0.0, 0
         """(measured tokens/s of the live layout, corrected for synchronous steps; number of measured steps)."""
         self._shown_tokens_per_s = 0.0
-        """Committed tokens/s for display; synchronous steps count as they are."""
+        """Measured tokens/s of the live layout for display, as they are: not corrected for synchronous steps."""
         self._newest = 0.0
         """Tokens/s of the newest step, corrected for synchronous steps; 0: unknown."""
         self._noted = 0.0
-        """Measured / predicted rate when the last search began or, if none has, when first known; 0: not known yet."""
+        """`ratio` when the last search began or, if there was none, when first measured; 0: not measured yet."""
         self._learned: dict[int, tuple[float, int]] = {}
-        """Number of stages -> (log(measured / currently predicted tokens/s), measured steps), the latest entry last."""
+        """Number of stages -> (mean log(measured / predicted tokens/s), steps measured), the latest entry last."""
         self._factor_then = 1.0
-        """The learned factor that is part of the live plan's prediction."""
+        """The learned factor at the time of the live plan, by which the plan's prediction was multiplied."""
         self._learned_to = 0
-        """The learned factor includes the steps up to this version."""
+        """The version up to which measured steps have gone into the learned factor."""
         self.chosen_tokens_per_s = 0.0
         """Tokens/s predicted for the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0
-        """Tokens/s predicted for the live layout when it began; 0: unknown, or it is the run's first layout."""
+        """Predicted tokens/s that the measured rate is compared with; 0: unknown, or this is the run's first layout."""
         self._promised_gain = 0.0
-        """log(tokens/s predicted for the live / the previous layout), at least 0; 0 if their peers are not the same."""
+        """log(tokens/s predicted for the live layout / the one before), at least 0; 0 if their peers differ."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
@@ -132,7 +132,7 @@ class Calibration:
 
     @property
     def _believed(self) -> float:
-        """Currently predicted tokens/s times the learned factor; 0: no prediction."""
+        """Tokens/s of the live layout by the current prediction, times the learned factor; 0: no prediction."""
         return self.factor * self._today.tokens_per_s if self._today is not None else 0.0
 
     @property
@@ -143,7 +143,7 @@ class Calibration:
 
     @property
     def is_off(self) -> bool:
-        """True if, since the last search began, the layout became much slower than predicted, or its rate changed."""
+        """True if the layout has become much slower than predicted, or its rate has changed since the last search."""
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False

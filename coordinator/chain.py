@@ -92,13 +92,13 @@ class ChainLog:
 
     def __init__(self) -> None:
         self._links: deque[SignedPlan] = deque()
-        """The links, oldest first; the last one is the live plan."""
+        """The newest live plans with their votes (links), oldest first; the last one is in force."""
         self.mandated: SignedPlan | None = None
         """The last plan that the owner mandated. It has no votes, so it is kept at any age."""
 
     @property
     def before_last(self) -> SignedPlan | None:
-        """The predecessor of the live plan, if known: members that only this predecessor has may still drain."""
+        """The predecessor of the live plan, if known. Members that the live plan has dropped may still be draining."""
         return self._links[-2] if len(self._links) > 1 else None
 
     def add(self, plan: SignedPlan) -> None:
@@ -155,7 +155,7 @@ class PlanChain:
         """Number of proven plans with the height (`height`) of another plan that we obeyed. It must stay 0."""
         self._obeyed: deque[SignedPlan] = deque(maxlen=OBEYED_MAX)
         self._term_heard = 0
-        """The highest term made believable by messages; each adds at most `TERM_JUMP_MAX` (`takes_term`)."""
+        """The highest term that messages have made us believe; each raises it by `TERM_JUMP_MAX` at most."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -168,8 +168,8 @@ class PlanChain:
         return self.live.plan.height if self.live else (0, 0, 0)
 
     def takes_term(self, term: int) -> bool:
-        """True if `term` is at most `TERM_JUMP_MAX` above the highest known term; else raise the known term by as much.
-        If the bound were fixed, liars could lead honest peers so far apart that they never believe each other again."""
+        """True if `term` is at most `TERM_JUMP_MAX` above the highest believed term, which otherwise rises by that
+        much. A fixed bound would let liars lead honest peers so far apart that they never believe each other again."""
         limit = min(max(self._term_heard, self.granted_term, self.order[0]) + TERM_JUMP_MAX, TERM_MAX)
         if term > limit:
             self._term_heard = limit

@@ -135,9 +135,9 @@ class LeaderHint:
         self._gone_on_since_s: float | None = None
         """The time from which the coordinator of our plan has named another plan; None: it names ours."""
         self.doubted: dict[PeerID, float] = {}
-        """Peer that has not shown the plan of a hint -> until when hints about this peer do not count, oldest first."""
+        """Peer that a hint named, but that did not show the plan -> when hints about it count again, oldest first."""
         self.head_known = False
-        """True once the directory has been asked for the head of the chain."""
+        """True once the directory has answered our first question about the chain's newest plan (its head)."""
 
     @property
     def coordinator(self) -> PeerID:

@@ -34,8 +34,9 @@ LARGE_PEERS = 64
 """The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
 read every peer's record."""
 NETWORK_PEERS_MAX = 256
-"""If the swarm is larger, only layout searches collect its links, because nothing else can wait for that. Then no
-throughput is predicted, repaired plans share work by speeds only, and state for another division is fetched ahead."""
+"""If the swarm is larger, only layout searches collect its links: nothing else can wait for that. Then no throughput is
+predicted, repaired plans divide work by the devices' speeds only, and if stage boundaries change, state is always
+fetched ahead, since the cost of a standstill is unknown."""
 FORESEE_HEARTBEATS = 10.0
 """Interval at which the throughput of the live layout is predicted."""
 RETURN_HEARTBEATS = 10.0
@@ -68,7 +69,7 @@ class ClusterView:
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], FLOP of each layer, without placed experts, in the forward that peers time (`Heartbeat.forward_s`)."""
+        """[L], FLOP of a microbatch's forward in each layer, without placed experts; `Heartbeat.forward_s` times it."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
@@ -97,7 +98,7 @@ class ClusterView:
         """Members of the last plan with other members than now: they may still report work that they did under that
         plan."""
         self._changed_s = math.inf
-        """The time of the last plan with other members than its predecessor, as far as we have seen."""
+        """The time of the newest plan that changed the members, as far as we have seen."""
         self._num_divisions = 0
         """Number of live plans with other stage boundaries than their predecessor."""
         self._seen_from_s = math.inf

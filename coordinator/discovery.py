@@ -20,7 +20,7 @@ ADVERT_EXPIRES_S = 60.0
 ADVERT_RENEWED_S = 20.0
 """Interval at which our advert is renewed: two renewals may fail before the directory forgets us."""
 HEAD_EXPIRES_S = 120.0
-"""How long the directory keeps the head of the chain for newcomers, after the last coordinator has fallen silent. If
+"""Seconds for which the directory still names the head of the chain to newcomers after the last coordinator's end. If
 there are several records, the one with the highest plan counts."""
 READERS = 64
 """A peer that knows fewer peers reads all adverts with each renewal of its own; a peer that knows more, less often."""
@@ -28,7 +28,7 @@ DIALS_MAX = 16
 """Maximum number of peers introduced to the transport at the same time. Dialling an absent peer takes seconds."""
 MOVE_S = 5.0
 MOVES_AT_ONCE = 4
-"""A peer may change addresses this many times, then once every `MOVE_S`: else it could make us dial many strangers."""
+"""A peer may report new addresses this many times, then one per `MOVE_S`, lest it make us dial many strangers."""
 
 
 def peers_key(run: str) -> str:
@@ -48,7 +48,7 @@ class Discovery:
         self._endpoint, self._directory, self._clock = endpoint, directory, clock
         self._peers_key, self._plan_key = peers_key(endpoint.run), plan_key(endpoint.run)
         self._introduced: dict[PeerID, tuple[tuple[str, ...], float]] = {}
-        """Peer -> (its addresses, the time at which its allowance of address changes is full again)."""
+        """Peer -> (its addresses, the time at which it may again change them `MOVES_AT_ONCE` times in a row)."""
         self._dials = asyncio.Semaphore(DIALS_MAX)
         self._advert: Advert | None = None
         self._renew_at_s = self._read_at_s = 0.0

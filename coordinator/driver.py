@@ -75,7 +75,7 @@ from shoal.protocol.timer import Timer
 logger = logging.getLogger(__name__)
 
 REFUSED_TIMEOUTS = 0.9
-"""A call that fails within this share of its timeout counts as refused, a later failure as a missing answer."""
+"""A call that fails within this share of its timeout can count as refused; one that fails later is unanswered."""
 TURNED_AWAY_TIMES = 5
 """This peer counts as turned away after this many refused heartbeats in a row: a new coordinator may refuse a few."""
 FAREWELL_HEARTBEATS = 0.5
@@ -136,7 +136,7 @@ class Callbacks:
     on_safe: Callable[[tuple[int, int]], None] = ignore
     """Called, maybe repeatedly, with (era, version) of a safe snapshot; older ones are not needed any more."""
     on_probe: Callable[[tuple[PeerID, ...], tuple[PeerID, ...]], None] = ignore
-    """Called with the peers to which the coordinator wants our link measured, and the peers behind our network card."""
+    """Called with the peers to which we should measure our link, and the peers that share our network card."""
     on_doubt: Callable[[], None] = ignore
     """Called while the coordinator finds the run far slower than the measurements explain."""
 
@@ -213,7 +213,7 @@ class Coordination:
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
-        """True if our coordinator's last reply had no proof that the run is done: then we send it any that we have."""
+        """True if the coordinator's last reply had no proof of the run's end; our next heartbeat has it, if known."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of its last sign of life that the core was told of."""

@@ -36,11 +36,11 @@ PATIENCE_HEARTBEATS = 3.0
 MISSING_HEARTBEATS = 30.0
 """Minimum wait for absent peers' disks that would make a newer snapshot complete."""
 RESIGNED_HEARTBEATS = 3.0
-"""A coordinator that has given up waiting for disks keeps the role this long, to make the plan without them."""
+"""A coordinator that has waited in vain for disks keeps the role this much longer, to make the plan without them."""
 SAFE_COPIES = 2
 """Each layer of a snapshot must be on this many disks before older snapshots may be deleted."""
 AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
-"""(signers, jury: all members that may sign) -> whether the signers can certify a version (`Electorate.are_enough`)."""
+"""(signers, all members that may sign) -> True if these signers can certify a version (`Electorate.are_enough`)."""
 
 KEPT = 2
 """A plan lists this many complete versions, as many as each peer keeps of each layer group on disk."""
@@ -97,7 +97,7 @@ class CheckpointCatalog:
         return next((snapshot for snapshot in sorted(self.parts, reverse=True) if self.covers(snapshot, layers)), None)
 
     def newest_safe(self, layers: Collection[str]) -> tuple[int, int] | None:
-        """Return the last (era, version) with every layer on `SAFE_COPIES` disks; older snapshots are not needed."""
+        """Return the newest (era, version) with each layer on `SAFE_COPIES` disks or more; no older one is needed."""
         for snapshot in sorted(self.parts, reverse=True):
             copies = Counter(layer for held in self.parts[snapshot].values() for layer in held)
             if all(copies[layer] >= SAFE_COPIES for layer in layers):
@@ -145,9 +145,9 @@ class HolderWatch:
         return tuple(lost)
 
     def is_hopeless(self, now_s: float, *, relearn_s: float = 0.0) -> bool:
-        """True if the wait for absent disks is over. Call only while a stage has lost its state.
-        Args: relearn_s: time to train the steps on absent disks again. The wait lasts `relearn_s`, or
-        `MISSING_HEARTBEATS` if longer: a vain wait then costs about as much as a needless roll-back."""
+        """True if the wait for absent disks is over, which lasts `MISSING_HEARTBEATS` or, if longer, `relearn_s`. Call
+        only while a stage has lost its state. Args: relearn_s: the time to train the steps on absent disks again. So a
+        vain wait costs about as much as a roll-back that waiting would have spared."""
         self._lost_s = now_s if self._lost_s is None else self._lost_s
         self._wait_s = max(MISSING_HEARTBEATS * self._heartbeat_s, relearn_s)
         return now_s >= self._lost_s + self._wait_s
@@ -196,9 +196,9 @@ def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelS
 
 
 def _version_min(live: Plan, catalog: CheckpointCatalog, model: ModelSpec) -> int:
-    """Return the lowest version of a group's state that counts. A peer more than one commit behind a complete snapshot
-    has restarted the era on its own. One commit behind is possible: a peer of the group committed and crashed before it
-    sent its sums."""
+    """Return the lowest version at which a group's state counts: one below the newest complete snapshot of the era. One
+    commit behind is possible: a peer committed and crashed before it sent its sums. An older state shows that its peer
+    has restarted the era on its own."""
     snapshot = catalog.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
@@ -261,9 +261,9 @@ class Certificates:
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
         self._plan: Plan | None = None
         self._said: dict[tuple[tuple[str, ...], PeerID], dict[tuple[int, int], Attested]] = {}
-        """(layers of a group, member) -> (era, version) -> its attestation, with a valid signature."""
+        """(layers of a group, member) -> {(era, version): the member's attestation}, with valid signatures only."""
         self._known: frozenset[tuple[tuple[int, int], tuple[str, ...]]] = frozenset()
-        """((era, version), layers) of all that the live plan certifies."""
+        """((era, version), layers of a group) of each certificate in the live plan."""
         self._new: tuple[Certified, ...] = ()
 
     def obey(self, plan: Plan) -> None:
@@ -376,7 +376,7 @@ def certified_flaw(plan: Plan, base: Plan, model: ModelSpec, *, verify: VerifySi
 
 
 def newest_whole(plan: Plan, model: ModelSpec) -> tuple[tuple[int, int], frozenset[str]]:
-    """Return the newest (era, version) at which `plan` certifies every layer, or (0, 0); and the set of all layers."""
+    """Return ((era, version), all layers): the newest version with every layer certified by `plan`; (0, 0): none."""
     wanted = frozenset(held_keys(model, placed=bool(plan.experts)))
     return _newest(plan.certified, wanted), wanted
 

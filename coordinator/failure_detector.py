@@ -41,15 +41,15 @@ PING_HEARTBEATS = 0.25
 CONFIRM_HEARTBEATS = 0.06
 """A refused connection is tried again after this time."""
 CLOSE_FLOOR_HEARTBEATS = 1.2
-"""Shortest timeout of the peers that ping the coordinator: five pings stay unanswered in it. A new plan should be live
-after two heartbeats, so most of a heartbeat is left for its three round trips."""
+"""Shortest silence after which the peers that ping the coordinator suspect it: five pings without an answer. A new plan
+should be live two heartbeats after a failure, so most of a heartbeat is left for its three round trips."""
 BACKING_HEARTBEATS = 1.15
 """Members back a coordinator at least this long after its last sign of life: heartbeats vary by a twentieth."""
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
 time of a peer's network daemon on a busy machine. A roll-back would cost more than this wait."""
 UNANSWERED_PATIENCE = 0.5
-"""Two neighbours cannot reach a member: it is gone once our pings stay unanswered for this share of its timeout."""
+"""If two neighbours cannot reach a member, it is gone after this part of its timeout without an answer to our pings."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for the answers of members that are pinged after a first refusal."""
 HELP_HEARTBEATS = 0.5
@@ -58,7 +58,7 @@ VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, while we have not, is out of our reach."""
 TOGETHER_HEARTBEATS = 0.5
-"""A plan that drops a member waits at most this long for other members that are close to their timeout."""
+"""A plan that drops a member waits at most this long, so that it can also drop others that are nearly timed out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -72,13 +72,13 @@ class Inquiry:
     pinged: bool = False
     answered: bool = False
     returns_by_s: float = -math.inf
-    """A member that refuses us may still return until this time, and does not count as gone before."""
+    """The time before which a member that refuses our connections does not count as gone: it may still return."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf
     """When others are asked to ping the member; inf: we have not pinged it ourselves yet."""
     vouchers: dict[PeerID, None] = field(default_factory=dict)
-    """Members that the peer has answered while it did not answer us."""
+    """Members that have reached the peer while we could not."""
     vouched_s: float = math.inf
 
     @property
@@ -119,7 +119,7 @@ class CoordinatorWatch:
         time."""
         self._alarm_until_s = now_s
         self._replaced: tuple[PeerID, float] | None = None
-        """A coordinator that lost the role through silence, and the beginning of that silence."""
+        """(coordinator that lost its role by silence, since when it had been silent); None: there is no such one."""
 
     @property
     def suspect_at_s(self) -> float:
@@ -138,7 +138,7 @@ class CoordinatorWatch:
         return self._round_trip.patience_s
 
     def heard_lately(self, now_s: float) -> bool:
-        """True if we back the coordinator against a candidate: its answer is not late yet, judged by past delays."""
+        """True if the coordinator's answer is not late yet, by past delays: then we back it against a candidate."""
         if self._gone_s is not None:
             return False
         usual_s = max(BACKING_HEARTBEATS * self._heartbeat_s, self._beats.usual_s, 1.1 * self._beats.worst_s)
@@ -197,8 +197,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If a silence has cost `peer` the coordinator's role, tolerate a silence of that
-        length from now on."""
+        """Record an answer of `peer`. If `peer` lost the coordinator's role by a silence, it was not dead: tolerate a
+        silence of that length from now on."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None
@@ -295,9 +295,8 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
-        """Ping suspects, and mark those as gone that neither two neighbours nor we can reach.
-        Args: awaited: silent members that may return with the only copy of a state; the wait ends once they refuse us.
-        """
+        """Ping suspects. A suspect is gone if two neighbours cannot reach it, and it does not answer us either.
+        Args: awaited: silent members that may return with the only copy of a state, until they refuse us."""
         for peer in plan.members:
             if peer == self._me:
                 continue
@@ -349,7 +348,7 @@ class FailureDetector:
 
     @property
     def are_open(self) -> bool:
-        """True if a ping is unanswered, so that a result is near."""
+        """True if any suspect has a ping left to answer, so that the result of its check is near."""
         return any(inquiry.is_open for inquiry in self._inquiries.values())
 
     def is_settled(self, plan: Plan, now_s: float) -> bool:

@@ -40,7 +40,7 @@ _FIRST_S = 30.0
 """Seconds until the first snapshot. Before it, a layer with a single holder has no copy."""
 
 Waiting = tuple[float, CommitReport | ValidationReport]
-"""(the time since which a report waits, the report)."""
+"""(the time at which the report was queued, the report)."""
 Ends = tuple[tuple[PeerID, bytes], ...]
 """(member, its signature of `end_body`)."""
 
@@ -61,7 +61,7 @@ class StepRecord:
     duplicates: int
     given_up: int
     dissenting: int
-    """Number of members that differed from their group's state after the commit."""
+    """Number of members, in all stages together, that differed from their group's state after the commit."""
     era: int
     term: int
     peers: int
@@ -111,7 +111,7 @@ class Ledger:
         self._num_stages = 1  # until a plan says how many
         self._num_experts = spec.model.num_experts if spec.swarm.expert_slots else 0
         self._stages_before = 0, 1
-        """(the version at which the era began, the number of stages before that version)."""
+        """(the version at which the era began, how many stages the steps before that version had)."""
         self._steps = spec.training.steps
         self._microbatches = spec.training.microbatches_per_step
         self._validates = spec.training.validation_interval_steps > 0
@@ -119,7 +119,7 @@ class Ledger:
         self._reports: dict[int, dict[int, CommitReport]] = {}
         """Step -> group -> report. Stages come first, then placed experts, which only add to the gradient norm."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
-        """Step -> the last stage's report, not yet confirmed by that stage's members, and its arrival time."""
+        """Step -> (the last stage's report of it, its arrival time), until members of that stage confirm the step."""
         self._untold: dict[int, float] = {}
         self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
         self._validation: ValidationReport | None = None
@@ -238,7 +238,7 @@ class Ledger:
                 self.validation_loss, self.validation_step = report.loss, report.step
 
     def take_over(self, transfer: TransferLeadership, now_s: float) -> None:
-        """Take over what the previous coordinator knew and we do not; from another era only the run's rate."""
+        """Take over the previous coordinator's figures that we lack; if it is in another era, only the run's rate."""
         self.pace.take_over(transfer.pace, now_s)
         if transfer.era != self.era:
             return
@@ -389,7 +389,7 @@ class SnapshotSchedule:
     def __init__(self, spec: RunSpec) -> None:
         self._interval_s, self._heartbeat_s = spec.swarm.snapshot_interval_s, spec.swarm.heartbeat_s
         self._lead_steps = spec.training.s_max + 1
-        """How many versions one stage may be ahead of another."""
+        """How many versions one stage may be ahead of another one."""
         self.save_at = 0
         """The version to write; 0: none is due."""
         self._look_at_s = -math.inf

@@ -47,11 +47,11 @@ from shoal.protocol.messages import LinkReport, UnreachablePair
 from shoal.protocol.plan import Plan
 
 LINKS_KEPT_MAX = 64
-"""How many links, and failing links, are kept of each reporter: the last reported. An honest peer reports no more."""
+"""Each reporter's newest reports are kept, this many links and as many failing ones: an honest peer has no more."""
 PROBES_CERTAIN = 3
 """A link's rate is the best of this many probes; the best of fewer is a lower bound."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
-"""A peer's line is slow once this fraction of the peer's links, and at least `SLOW_LINE_MIN` of them, are slow."""
+"""A peer's whole line counts as slow once this part of its links, at least `SLOW_LINE_MIN`, have become slow."""
 
 TRIES_MIN = 3
 PATIENCE_HEARTBEATS = 2.0
@@ -65,7 +65,7 @@ PARTNERS_FIRST = 8
 PARTNERS_ENOUGH = 48
 """A peer with this many known links measures no more: its other links are estimated from the known ones."""
 APART_HEARTBEATS = 15.0
-"""The time between two probes of a peer while the run trains."""
+"""The time between two probes by one peer while the run trains."""
 STALE_S = 300.0
 IN_USE_STALE_S = 60.0
 """A link is measured again after `STALE_S` or, if the plan uses it, after `IN_USE_STALE_S`."""
@@ -75,7 +75,7 @@ DOUBT_STALE_S = 10.0
 run is slower than the figures explain."""
 SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""Links towards a peer with a possibly slow line are measured after `SUSPECT_STALE_S`, this many in a heartbeat."""
+"""If a peer's line may be slow, this many links towards it are measured in a heartbeat, once per `SUSPECT_STALE_S`."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -202,7 +202,7 @@ class LinkSurvey:
                 self._roster.of(one).failing.setdefault(other, claim)
 
     def _apart_s(self, one: PeerID, other: PeerID, now_s: float) -> float | None:
-        """Return when an end of an unreachable pair last reported the failure; None: the pair is reachable."""
+        """Return the time of the last report that this pair cannot connect; None: the pair counts as reachable."""
         ours = self._roster.at(one).failing.get(other)
         theirs = self._roster.at(other).failing.get(one)
         if ours is None or theirs is None:
@@ -223,9 +223,9 @@ class LinkSurvey:
         return frozenset(peer for peer, link in links if link.received.n)
 
     def uploads(self, claims: dict[PeerID, float]) -> dict[PeerID, float]:
-        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. Without
-        measurements a peer's claim counts, up to the median of the measured peers; without a claim, the median of all
-        peers."""
+        """Return the bytes/s at which each peer sends over its median link, as its receivers confirm. If none of a
+        peer's links is measured, its claim counts, up to the median of the measured peers; if it claims nothing, the
+        median of all peers counts."""
         measured, found = dict[PeerID, float](), dict[PeerID, float]()
         for peer, claim in claims.items():
             rates = [
@@ -278,7 +278,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return {peer: number of its slow links} for peers with several, if each peer at the other ends has fewer."""
+        """Return {peer: number of its slow links} for peers with two or more, if each peer at their ends has fewer."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -333,7 +333,7 @@ class LinkSurvey:
         )
 
     def _suspects(self, now_s: float) -> dict[PeerID, float]:
-        """Return each peer with a possibly slow line -> the time since which its links have to be measured."""
+        """Return {peer with a possibly slow line: the time before which measurements of its links do not count}."""
         self._suspected_s = {peer: self._suspected_s.get(peer, now_s) for peer in self.degraded_links()}
         return {peer: max(since_s, now_s - SUSPECT_STALE_S) for peer, since_s in self._suspected_s.items()}
 
@@ -387,7 +387,7 @@ class LinkSurvey:
         return self._chosen(peer, candidates, now_s, most=1)
 
     def _to_confirm(self, peer: PeerID, plan: Plan, now_s: float) -> list[PeerID]:
-        """Return members with a possibly slow line that `peer` was not asked to measure since the suspicion."""
+        """Return the members suspected of a slow line to which `peer` was not asked to measure since the suspicion."""
         return [
             other
             for other, since_s in self._suspects(now_s).items()
@@ -416,7 +416,7 @@ class LinkSurvey:
         return self._roster.at(peer).machine or peer
 
     def _is_in_turn(self, peer: PeerID, mates: Sequence[PeerID], now_s: float) -> bool:
-        """True if `peer` may measure now: no other peer behind its network card is measuring or has the next turn."""
+        """True if `peer` may measure now: no other peer on its network card was just asked, or has the next turn."""
         if not mates or (last := self._leaving.get(self._card(peer))) is None:
             return True
         asker, asked_s = last

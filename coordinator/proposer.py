@@ -66,7 +66,7 @@ class Ballot:
     promised: set[PeerID] = field(init=False, default_factory=set)
     """Members that have granted this term to another candidate."""
     refused: set[PeerID] = field(default_factory=set)
-    """Members that have refused our plan for a flaw, or that this ballot does not ask."""
+    """Members that are not asked any more: they refused our plan for a flaw, or were left out from the start."""
     voted: dict[PeerID, str] = field(init=False, default_factory=dict)
     """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
     learned: list[tuple[int, SignedPlan]] = field(init=False, default_factory=list)
@@ -107,9 +107,9 @@ class Ballot:
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that members have voted for and that may be live. A plan cannot be live if the electors that
-        granted us the term and deny a vote for that plan leave no majority of others. So one liar cannot force on us a
-        plan that the others refused."""
+        """The latest plan that may be live, of those that members have voted for. A plan cannot be live if no majority
+        is left without the electors that granted us the term and have not voted for that plan. So one liar cannot force
+        on us a plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -180,7 +180,7 @@ class Proposer:
         return self._ballot is not None and self._ballot.prevote
 
     def drop(self) -> bool:
-        """End the ballot, because a plan above its base is live. Returns: whether it was more than a pre-vote."""
+        """End the ballot, because a plan above its base is live. Returns: False if it was only a pre-vote, or none."""
         dropped, self._ballot = self.is_busy, None
         return dropped
 
@@ -339,8 +339,8 @@ class Proposer:
         return max(self._chain.granted_term, base.plan.term, self._term_max) + 1
 
     def _own_vote(self, base: SignedPlan, body: bytes = b"") -> dict[PeerID, bytes]:
-        """Return our own vote, signed if there is a `body`; none if our vote alone is a majority. Such a vote must be
-        on disk before the plan goes live, so we ask ourselves for it as we ask other peers."""
+        """Return {this peer: its vote}, signed if there is a `body`; empty if our vote alone is a majority. Such a vote
+        must be on disk before the plan goes live, so we ask ourselves for it as we ask other peers."""
         if is_quorum({self._me}, base.plan, self._owner):
             return {}
         return {self._me: self._sign_vote(body) if body else b""}
@@ -459,7 +459,8 @@ class Proposer:
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
     """Return `stages` with each member's `since`: as in `before` if the member had the same place there, else
-    `sequence`. Raise small shares and bandwidths to the stage's largest / `APART_MAX`: a member may claim anything."""
+    `sequence`. Shares and bandwidths below the stage's largest / `APART_MAX` rise to it: a member may claim
+    anything."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}
@@ -481,5 +482,5 @@ def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tupl
 
 
 def _ends_with(before: Plan, begins: Beginning) -> bool:
-    """True if the new era, of which `begins` is the start, continues where the layout of `before` ends."""
+    """True if the era that starts with `begins` continues at the version at which the layout of `before` ends."""
     return before.cutover_version > 0 and (begins.from_era, begins.version) == (before.era, before.cutover_version)

@@ -45,8 +45,8 @@ SURE_HEARTBEATS = 6.0
 """Like `NOTICE_HEARTBEATS`, but longer: `_sooner` adds no spare step to this time, so it must be enough by itself."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
-"""If no download has progressed for `END_PATIENCE_S` or this many steps, whichever is longer, a change of layout no
-longer waits for downloads. If no step was committed for so long, a change that is already set is called off."""
+"""A change of layout waits for downloads until none has progressed for `END_PATIENCE_S` or this many steps, whichever
+is longer. A change with its version already set is called off if no step was committed for so long."""
 SEEN_AHEAD_S = 30.0
 """Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
@@ -85,10 +85,10 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """(when we set the end of the live layout, or our term began; the notice that we gave / the usual notice)."""
+        """(when we set the live layout's last version, or our term began; the notice then given / the usual one)."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
-        """When `_unfetched_bytes`, the fewest bytes that members of the next layout still lacked, was first seen."""
+        """The time of the downloads' last progress: when their missing bytes fell to `_unfetched_bytes`."""
         self._follows_s = 0.0
         """When we first saw the next layout that the live plan names (`Plan.next_layout`)."""
         self._change: Change | None = None
@@ -96,7 +96,7 @@ class ReplanPolicy:
         self._ended_s: float | None = None
         """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
-        """When the stage without state last had a live member, if too few peers are left for a layout; else inf."""
+        """Last sign of life from members of stages without state, if too few peers are left for a layout; else inf."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
@@ -105,7 +105,7 @@ class ReplanPolicy:
         self._due_s = math.inf
         """When the pending search became due; inf: no search is pending."""
         self._settled_for: Swarm | None = None
-        """The swarm at the last decision for the live plan. While it is the same, that decision stands."""
+        """The swarm at our last decision about the live plan. The decision stands as long as the swarm is the same."""
 
     # --- inputs ---
 
@@ -314,8 +314,8 @@ class ReplanPolicy:
         return layout, layout.reason
 
     def _last_sign_s(self, live: Plan, lost: Sequence[int], now_s: float) -> float:
-        """Return the time of the last sign of life of any member of these groups. A leaving member asks others to keep
-        its state before it goes, so every copy made in this way was begun before this time."""
+        """Return the last time at which any member of these groups was heard. A leaving member first asks others to
+        keep copies of its state, so all such copies were begun before that time."""
         roster = self.view.roster
         peers = {member.peer for group in lost for member in live.group_members(group)}
         return max((roster.arrivals(peer).sign_s for peer in peers if peer in roster.presences), default=now_s)
@@ -433,8 +433,8 @@ class ReplanPolicy:
     def _announced(
         self, live: Plan, stages: tuple[Stage, ...], why: str, now_s: float, *, times: int = 1
     ) -> tuple[Next, str]:
-        """Return the live layout with the version at which `stages` replace it. That version is `times` the usual
-        notice ahead."""
+        """Return the live layout with `stages` as its successor, and with the version at which these take over: `times`
+        the usual notice ahead."""
         view = self.view
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
@@ -448,9 +448,9 @@ class ReplanPolicy:
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
 
     def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
-        """Return the version at which to change the layout: `cutover_version` or, if that costs less, the first version
-        of which every member learns in time, or the one after that. A change in the middle of a step repeats the part
-        that was begun. If a stage has its maximum lead already, it waits, and one step less of notice is enough."""
+        """Return the cheapest version for the change: `cutover_version`, the first version of which all members learn
+        in time, or the one after that. An early change spares slow steps, but repeats the part of a step that was
+        begun. If a stage has its maximum lead already, it waits, and one step less of notice is enough."""
         view, pace = self.view, self.view.ledger.pace
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:
@@ -611,7 +611,7 @@ def _called_off(live: Plan, why: str) -> tuple[Layout, str]:
 
 
 def _restarted(layout: Layout, beginning: Beginning, why: str) -> tuple[Layout, str]:
-    """Return `layout` as the beginning of a new era."""
+    """Return `layout` as the first one of the era that starts at `beginning`, and the sentence to log."""
     where = f"version {beginning.version}" if beginning.version else "the seed"
     back = "back to" if beginning.loses else "goes on from"
     moves = "" if layout.reason == NO_MOVES else f", {layout.reason}"

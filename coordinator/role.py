@@ -83,9 +83,9 @@ TERM_HEARTBEATS = 1.5
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
 ALONE_HEARTBEATS = 1.0
-"""A coordinator that hears no majority renews the chain's record this soon: the others may have another coordinator."""
+"""A coordinator that hears no majority posts its plan in the directory this soon: the others may follow another one."""
 OVERTIME_HEARTBEATS = 6.0
-"""A term lasts up to this much longer while a check of a member, or the search after losing one, is not finished."""
+"""A coordinator keeps its term up to this much longer while it checks a member, or searches after losing one."""
 SEARCH_HEARTBEATS = 3.0
 """Time for the layout search after the loss of a member, and for the vote on its result."""
 LEAST_TERM_HEARTBEATS = 5.0
@@ -94,11 +94,11 @@ the role would never rest in a swarm where no peer reaches all others."""
 PLAN_HEARTBEATS = 0.5
 """Interval at which the coordinator checks for a better plan; at once when a peer joins, is first heard, or fails."""
 PATIENCE_HEARTBEATS = 1.25
-"""Time for the first plan of an heir (the next coordinator), besides `ROUND_TRIPS`: requesting the term and the votes
-takes two round trips."""
+"""Time for an heir (the next coordinator) to make its first plan, besides `ROUND_TRIPS`: the requests for the term and
+for the votes take a round trip each."""
 ROUND_TRIPS = 6.0
-"""An heir (the next coordinator) gets this many of our round trips to it in addition to `PATIENCE_HEARTBEATS`: its own
-round trips to members may be longer than ours."""
+"""An heir (the next coordinator) also gets this many times the round trip between us and it, since its own round trips
+to members may be longer than ours."""
 
 
 def rank(run: str, term: int, candidates: Iterable[PeerID]) -> tuple[PeerID, ...]:
@@ -113,7 +113,7 @@ def _lot(run: str, term: int, peer: PeerID) -> tuple[bytes, PeerID]:
 
 
 def standing(run: str, plan: Plan, peer: PeerID) -> int | None:
-    """Return how many members try to take the role before `peer` if `plan`'s coordinator fails; None: no candidate."""
+    """Return how many members rank before `peer` as successors of `plan`'s coordinator; None: it is no candidate."""
     order = [p for p in rank(run, plan.term, plan.members) if p != plan.coordinator]
     return order.index(peer) if peer in order else None
 
@@ -196,8 +196,8 @@ class CoordinationRole:
         """Our last heartbeat."""
         self._leaving = False
         self._is_asking = False
-        """True from our first pre-vote until the coordinator answers or a plan of another term is live; later plans
-        of the same coordinator do not end it."""
+        """True from our first pre-vote, so that later ones need not wait for our turn, until the coordinator answers or
+        a new term begins. Later plans of the same term do not end it."""
         self._not_before_s = now_s
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s

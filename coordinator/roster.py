@@ -26,8 +26,8 @@ SILENT_HEARTBEATS = 2.5
 ABSENT_MAX = 16
 """Maximum number of silent peers in a leadership transfer."""
 TOLD_MAX = 64
-"""Maximum entries of each kind in a leadership transfer: adverts, irregular heartbeats, unreachable pairs. They spare
-the successor a wait."""
+"""Maximum number of adverts, of heartbeat statistics and of unreachable pairs in a leadership transfer. With these the
+successor need not wait for reports."""
 MEMORY_HEARTBEATS = 60.0
 DOUBT_HEARTBEATS = 2.0
 ABSENT_KEPT_MAX = 4096
@@ -55,7 +55,7 @@ class Presence:
     dead: bool = False
     """True if the peer's process, and the state in its memory, are gone. A silent peer may return with its state."""
     silent_since_s: float | None = None
-    """If the peer is silent in this term: when we, or the previous coordinator, last heard it before the term."""
+    """The last sign of life before this term, to us or the previous coordinator, if none came in it; else None."""
 
     def silent_s(self, now_s: float) -> float:
         """Return the time since the peer's last heartbeat or, if none has arrived, since we began to wait for one."""
@@ -73,7 +73,7 @@ class LinkRecord:
     fell_to: float = math.inf
     """The link's new rate in bytes/s, if the link has become slow and stayed slow; inf: it has not."""
     told: tuple[float, int] = 0.0, 0
-    """(bytes/s, number of probes) of the last report: an equal report repeats the same measurement."""
+    """(bytes/s, number of probes) in the last report. If the next report is equal, it repeats the same measurement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class PeerRecord:
     """All that this peer knows of another one."""
 
     presence: Presence | None = None
-    """The peer's presence; None: the peer was present only earlier, or others have told of it."""
+    """The peer's presence; None: it is not present now, but it was earlier, or others have reported about it."""
     irregular: ArrivalStatistics | None = None
     """Statistics of the peer's heartbeats from before this term, if these were irregular."""
     speed: Estimate = field(default_factory=Estimate)
@@ -105,7 +105,7 @@ class PeerRecord:
     asked_s: dict[PeerID, float] = field(default_factory=dict)
     """Other peer -> when this peer was last asked to measure its link towards that other peer."""
     rests_s: float = -math.inf
-    """If the peer's line may have become slow: the earliest time to measure the next link towards the peer."""
+    """The earliest time to measure another link towards the peer, if the peer's line may have become slow."""
     machine: str = ""
     """The machine that the peer claims to be on; empty: a machine of its own, or not heard in this term."""
     former_stage: int | None = None
@@ -346,7 +346,7 @@ class Roster:
         return beat is not None and beat.draining
 
     def holds(self, peer: PeerID, group: int, era: int) -> bool:
-        """True if `peer` reports that it holds the state of this group of experts."""
+        """True if `peer` reports that it holds the state of `group`, a stage or a group of experts, in this era."""
         beat = self.beat(peer)
         return beat is not None and beat.era == era and any(held == group for held, _ in beat.held)
 
@@ -368,7 +368,7 @@ class Roster:
         return beat if beat.plan_sequence >= live.since_of(peer) else None
 
     def light(self, peer: PeerID, live: Plan) -> tuple[int, int] | None:
-        """Return (layers with state, layers of its stage) if `peer` is a learner of its stage in `live`, else None."""
+        """Return (number of layers that `peer` has, number in its stage) if it is a learner in `live`, else None."""
         beat, stage = self._beat_in_place(peer, live), live.stage_of(peer)
         if beat is None or beat.light is None or beat.synced or stage is None:
             return None

@@ -36,8 +36,8 @@ AFRESH_TERMS = 10
 FIRST_PATIENCE_S = 10.0
 """Longest wait of the first plan for a search, which may have to compile its kernels, once on each machine."""
 LINKS_PATIENCE_HEARTBEATS = 10.0
-"""Longest wait of the first plan for the links of up to eight peers, at least 5 s. Each further peer adds half a
-heartbeat, because each machine measures one link at a time."""
+"""Longest wait of the first plan for measured links, at least 5 s. Each peer beyond eight adds half a heartbeat, up to
+30 heartbeats in all, because each machine measures one link at a time."""
 
 Swarm = tuple[object, ...]
 """Facts about the present peers; a change of any may need a new layout (`ReplanPolicy`)."""
@@ -211,6 +211,6 @@ def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
 
 
 def _far(a: Floats, b: Floats, factor: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """Return a mask: True where both figures are known and more than `factor` apart."""
+    """Return a mask: True where `a` and `b` are both known and differ by more than `factor`."""
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.fabs(np.log(a / b)) > math.log(factor)

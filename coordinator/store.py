@@ -42,7 +42,7 @@ class PlanStore:
         self._record: ChainRecord | None = None
         self._has_folder = False
         self._owed: ChainRecord | None = None
-        """The newest record that is not on disk yet; None: all are."""
+        """The newest record, if it is not on disk yet; None: every record is on disk."""
         self._complained_s = -math.inf
 
     def load(self, run: str) -> ChainRecord | None:

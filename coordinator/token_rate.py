@@ -22,17 +22,17 @@ WINDOW_STEPS = 4
 """The window over which the rate is measured has at least this many usual steps: fewer say little."""
 MARK_S = 8.0
 MARKS_MAX = 20
-"""The most marks kept. Three in a row span more than `MARK_S`, so 15 cover the window; a changing rate needs more."""
+"""The most marks kept: three in a row span over `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
-"""A layout's rate is the median over this many last marks (points of the curve): it shows a change after four marks."""
+"""The number of newest rates between marks of which a layout's rate is the median: it shows a change after four."""
 SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
-"""If the median of the last `LATE_MARKS` marks is below the layout's rate by this factor, it replaces that rate."""
+"""The median rate of the last `LATE_MARKS` marks replaces a layout's rate that is more than this many times higher."""
 SLOW_STEPS = 4.0
 LATE_STEPS = 1.5
-"""A step is late after `LATE_STEPS` times the usual step time (for the rate of a layout: `SLOW_STEPS` times), and after
-`STANDS_S` at least."""
+"""A step is late once the time since the last commit exceeds both `STANDS_S` and `LATE_STEPS` usual step times (for the
+rate of a layout: `SLOW_STEPS` of them)."""
 STANDS_S = 5.0
 STANDS_STEPS = 3.0
 """A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
@@ -96,9 +96,9 @@ class TokenRate:
 
     def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
         """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
-        too few steps. The rate is a median over marks (points of the curve), which one standstill does not change; if
-        the last few marks are much lower, it is the median over these alone. If the current step takes `SLOW_STEPS`
-        times the usual time, the rate is at most that step's."""
+        too few steps. The rate is the median of the rates between marks (points of the curve), which one standstill
+        does not change; or the median of the last few, if that is much lower. If the current step takes `SLOW_STEPS`
+        times the usual time or more, the rate is at most that of this step so far."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
@@ -129,10 +129,9 @@ class TokenRate:
         pace; None before the second step.
 
         Args:
-            seconds: if negative, the progress of the current step is counted up to this long ago only.
+            seconds: if negative, the progress of the current step counts only up to that time in the past.
             believed_s: predicted time of a step. A late step counts with this time or, if longer, the time that it has
-                taken.
-        """
+                taken."""
         if len(self._marks) < 2:
             return None
         before, last = self._marks[-2], self._marks[-1]

@@ -81,8 +81,8 @@ class Electorate:
         self._refused, self._one_by_one = set(), False
 
     def refused(self, before: Plan, plan: Plan) -> None:
-        """Record that our `plan` was refused. Its new electors may be the reason: several of them join one by one from
-        now on; a single new elector does not join in this term."""
+        """Record that our `plan` was refused, perhaps because of its new electors. If there were several, new electors
+        join one by one from now on; if there was one, it does not join in this term."""
         added = _on_roll(plan) - _on_roll(before)
         self._one_by_one = self._one_by_one or len(added) > 1
         if len(added) == 1:
@@ -169,7 +169,7 @@ def _on_roll(plan: Plan) -> set[PeerID]:
 
 
 def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
-    """Return the groups of electors on the plan's roll, restricted to the peers in `among`."""
+    """Return the plan's groups of electors, without the electors outside `among`, and without empty groups."""
     return {found for group in plan.groups_on_roll if (found := frozenset(group) & among)}
 
 
@@ -271,7 +271,7 @@ def goes_back(plan: Plan, live: Plan) -> bool:
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """Return the groups of `live` with a peer that reports the group's state at a version that counts."""
+    """Return the groups of `live` with at least one peer that reports the group's state at a recent enough version."""
     held: list[tuple[PeerID, int, int]] = []
     for peer, each in said.items():
         if each.era == live.era:
@@ -317,8 +317,8 @@ class PlanNotes:
             self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Prepend another coordinator's notes that are older than our first one. For a plan that both of us know, take
-        that coordinator's outcome, and the greater age."""
+        """Prepend another coordinator's notes that are older than our first one. If both of us have a note on a plan,
+        use that coordinator's outcome, if any, and the greater age."""
         told = {
             (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
             for note in notes

@@ -44,7 +44,7 @@ def match(hop, rows, columns, partner):
     Rows join one after the other, each along the augmenting path with the least longest edge. This is optimal: if all
     rows can be matched within a bound, each next row has an alternating path within that bound.
 
-    Args: hop: seconds between devices. partner: int64, is filled with the index of each column's row; -1: none.
+    Args: hop: seconds between devices. partner: int64, set to the index of each column's matching row; -1: none.
     Returns: the longest hop."""
     slack = np.empty(len(columns))
     way = np.empty(len(columns), np.int64)
@@ -85,8 +85,8 @@ def match(hop, rows, columns, partner):
 
 @kernel
 def handover(hop, above, under):
-    """Match two stages. Returns: (longest hop, partners): for each member of the larger stage the index of its partner
-    in the smaller stage. -1: it has no partner of its own, and shares the nearest one."""
+    """Match two stages. Returns: (longest hop, partners). `partners` has for each member of the larger stage the index
+    of its partner in the smaller stage; -1: it is left over, and sends to the nearest member of the smaller stage."""
     if len(above) <= len(under):
         rows, columns = above, under
     else:
@@ -203,7 +203,7 @@ def _columns(x, k, above, under, partner):
 
 @inner
 def _all_reduce(row, share):
-    """Return (the largest, the sum of squares) of the seconds that each member of a stage needs for its all-reduce."""
+    """Return (the longest, the sum of squares) of the all-reduce times of a stage's members, in seconds."""
     worst, square = 0.0, 0.0
     for d in row:
         total = 0.0
@@ -247,22 +247,22 @@ def _boundary(x, above, under, hop):
 
 @kernel
 def total_rows(x, share, totals, first, last):
-    """Compute the two rows of `totals` that concern stages, at the stages `first` to `last` - 1."""
+    """Compute the two rows of `totals` about stages, for the stages `first` to `last` - 1."""
     for k in range(first, last):
         totals[_ROW_WORST, k], totals[_ROW_SQUARE, k] = _all_reduce(x[k], share[1 if x[k].min() >= 0 else 0])
 
 
 @kernel
 def total_edges(x, hop, totals, first, last):
-    """Compute the two rows of `totals` that concern boundaries, at both sides of stages `first` to `last` - 1."""
+    """Compute the two rows of `totals` about boundaries, for all boundaries of the stages `first` to `last` - 1."""
     for k in range(max(first - 1, 0), min(last, len(x) - 1)):
         totals[_EDGE_WORST, k], totals[_EDGE_MEAN, k] = _boundary(x, k, k + 1, hop)
 
 
 @kernel
 def energy(totals, num_devices, smooth):
-    """Return a layout's objective (s). Args: smooth: weight (0 to 1) of the variant that has root mean squares in place
-    of maxima."""
+    """Return a layout's objective (s). Args: smooth: 0: with true maxima; 1: with root mean squares in their place;
+    between 0 and 1: the weighted mean of the two."""
     K = totals.shape[1]
     dp, square, pp, mean = 0.0, 0.0, 0.0, 0.0
     for k in range(K):

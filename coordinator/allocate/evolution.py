@@ -17,7 +17,7 @@ from shoal.coordinator.allocate.throughput_search import HOMELESS, Assignment, I
 WORK_PER_SECOND = 100_000_000
 """The units of work in a budget of one second. One core does more per second (MEASURED.md), so a search ends sooner."""
 POPULATION = 8
-"""The number of individuals: fewer lack alternatives to try; with more, each gets too little of a one-second search."""
+"""The number of individuals: fewer have too little variety; more get too little search each within one second."""
 
 
 def evolve(
@@ -38,7 +38,7 @@ def evolve(
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual, unless another costs the same: both then differ only in stage names or equal devices."""
+        """Add an individual, unless one has the same cost: both then differ only by equal devices or stage numbers."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])

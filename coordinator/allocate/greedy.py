@@ -51,7 +51,7 @@ class Slot:
 
     @property
     def headroom(self) -> float:
-        """FLOP/s of the holders that stay / the stage's cost. The stage with the least headroom limits the pipeline."""
+        """FLOP/s of the staying holders / the stage's cost. The stage with the least headroom limits the pipeline."""
         return sum(peer.flop_per_s for peer in self.stayers) / self.cost
 
     def admits(self, peer: MeasuredPeer) -> bool:
@@ -172,8 +172,8 @@ def slots_of(snapshot: SwarmSnapshot, previous: Plan) -> list[Slot]:
 
 
 def _with_room(slot: Slot, snapshot: SwarmSnapshot) -> list[MeasuredPeer]:
-    """Return the holders of a stage that have enough memory for it. Return all holders if none of these has the stage's
-    state without draining, or if the run places experts: a member's need of memory is not known then."""
+    """Return the holders of a stage that have enough memory for it. Return all holders if the run places experts (then
+    the memory that a member needs is not known), or if no holder with enough memory has the stage's state and stays."""
     roomy = [peer for peer in slot.holders if peer.memory_bytes >= slot.needed_bytes]
     has_state = any(peer.synced_stage == slot.index and not peer.draining for peer in roomy)
     is_placed = snapshot.workload is not None and snapshot.workload.experts is not None
@@ -207,8 +207,8 @@ def _deal(slots: Sequence[Slot], newcomers: Iterable[MeasuredPeer], choose: Choo
 
 
 def poorest(slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-    """Return the stage of `fitting` with the least headroom (FLOP/s / cost). A home of `peer` (a stage where it starts
-    sooner) is taken instead, if the home's headroom is at most that of the poorest stage with `peer` added."""
+    """Return the stage of `fitting` with the least headroom (FLOP/s / cost), the poorest. But if `peer` has a home (a
+    stage where it starts sooner) that is poorer than the poorest stage would be with `peer`, return the home."""
     poorest = min(fitting, key=lambda slot: (slot.headroom, slot.index))
     bound = poorest.headroom + peer.flop_per_s / poorest.cost
     homes = [slot for slot in fitting if slot.index in peer.homes and slot.headroom <= bound]
@@ -240,7 +240,7 @@ def _rescue(slots: Sequence[Slot]) -> list[tuple[PeerID, int]]:
 
 
 def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
-    """Return a stage's loss if `peer` moves: 3: last member; 2: only copy of the state; 1: leader; 0: none of these."""
+    """Return what a stage loses if `peer` leaves: 3: its last member; 2: its only state; 1: its leader; 0: nothing."""
     if len(slot.stayers) == 1:
         return 3
     synced = [p for p in slot.stayers if p.synced_stage == slot.index]
@@ -250,7 +250,7 @@ def _reluctance(slot: Slot, peer: MeasuredPeer) -> int:
 
 
 def _release(slots: Sequence[Slot]) -> None:
-    """Remove a stage's draining peers if another member has the stage's state; otherwise keep one of these peers."""
+    """Remove each stage's draining peers; keep one of them if no staying member has the stage's state."""
     for slot in slots:
         leaving = [peer for peer in slot.holders if peer.draining]
         if any(peer.synced_stage == slot.index for peer in slot.stayers):

@@ -27,7 +27,7 @@ NO_MOVES = "new shares"
 """The `reason` of a layout in which no peer moves."""
 
 Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
-"""(first layer, last layer, members) of each stage, and the standbys."""
+"""((first layer, layer after the last, members) for each stage, the standbys)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class SwarmSnapshot:
     unreachable: frozenset[Pair] = frozenset()
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """Tokens/s of the live layout, measured from its commits; 0: too few steps. A lower prediction for it is wrong."""
+    """Tokens/s of the live layout, measured from its commits; 0: too few steps. It replaces any lower prediction."""
     chosen_tokens_per_s: float = 0.0
     """The tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR
@@ -126,7 +126,7 @@ class Layout:
     beginning: Beginning | None = None
     """The new era that begins with this layout; None: the previous plan's era continues."""
     cutover_version: int = 0
-    """The version at which `next_layout` replaces this layout (`Plan.cutover_version`); 0: no end is set."""
+    """The version at which `next_layout` replaces this layout (`Plan.cutover_version`); 0: that is not set yet."""
     next_layout: tuple[Stage, ...] = ()
     """The stages that will replace `stages`. Their members download missing layers before `cutover_version` is set."""
     foreseen: Foreseen | None = None

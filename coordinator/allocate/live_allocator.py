@@ -43,17 +43,17 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology, make_topology
 
 STAY = 0.5
-"""A search keeps this part of a stage's holders, rounded up: a newcomer must be able to fetch the state."""
+"""A search lets at least this share of each stage's holders stay, so that newcomers can fetch the state from them."""
 HOLDERS_MIN = 2
-"""A search that keeps the boundaries leaves at least this number of holders in a stage that now has as many or more."""
+"""A search that keeps the boundaries also lets at least two holders of a stage stay, or the one if it has only one."""
 HOME_TIMES = 1.05
-"""A newcomer with the state of a stage gets that stage if the step is at most this many times the shortest possible."""
+"""A newcomer goes to a home (a stage where it starts sooner) if a step is then at most 5 % longer than the best."""
 SMALL_DEVICES = 32
 """A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, up to 3 s of one core: a bad first
-division into stages stays until a better one is worth a halt. With fewer devices (`SMALL_DEVICES`) it gets less."""
+"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, at most 3 s of one core, and less
+with fewer devices than `SMALL_DEVICES`: a bad first division into stages stays until a better one is worth a halt."""
 FIRST_HORIZON_S = 3600.0
 """First layouts are compared by the steps made in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
@@ -61,7 +61,7 @@ BASE_TIMES = 3.0
 homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
-"""A plan gets new shares if one is off by a factor of `SHARE_DRIFT`. Shares below `SHARE_MIN` count as `SHARE_MIN`."""
+"""The live layout gets new shares when one would change by the factor `SHARE_DRIFT`; less than 2 % counts as 2 %."""
 NEWCOMERS_MAX = 8
 SPARES_TRIED = 8
 """Each trial of a peer in a stage costs evaluations. So only the `SPARES_TRIED` fastest spares are tried in the stages,
@@ -252,8 +252,8 @@ def _stays(change: Change | None, horizon_s: float) -> str:
 
 
 def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
-    """Search for a layout with the live boundaries. Returns: (found, reason). `found` has one (change, layout), the
-    best, or is empty. `reason` says why the live layout must stay for now; empty: it need not."""
+    """Search for a layout with the live boundaries. Returns: (a list, reason). The list has the best (change, layout),
+    or is empty if there is none. `reason` says why the live layout must stay for now; empty: it need not."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
@@ -375,7 +375,7 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
 
 
 def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of `found` into `slots`. Holders that stay, or were not in the search, come first."""
+    """Put the devices of `found` into `slots`. Current holders that stay, or were not in the search, come first."""
     free = set(topology.names)
     for slot, stage in zip(slots, found.stages, strict=True):
         members = [by_id[PeerID(topology.names[device])] for device in stage]

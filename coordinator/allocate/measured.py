@@ -21,18 +21,18 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.topology import Bools, Floats
 
 STEADY_REPORTS = 16
-"""The most reports in the average: later ones get weight 1/16. If reports err by 10 %, the average errs by 1 %."""
+"""The n-th report gets weight 1/n in the average, at least 1/16: if reports err by 10 %, the average errs by 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
 """The last report replaces the average after this many reports in a row that are off by more than the factor `ODD`."""
 SPEED_REPORTS = 3
 """The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0
-"""A sender's claimed rate counts up to this multiple of the rate that its receiver has measured, which errs low."""
+"""A sender's claimed rate is limited to this multiple of its receiver's measurement, which tends to be too low."""
 BOAST_CLAIMED = 16.0
-"""If nothing is measured, a claim counts up to this multiple of the median: GPUs and processors do differ that much."""
+"""If no rate is measured, claims are limited to this multiple of the median claim: GPUs and CPUs differ that much."""
 BOAST_MEASURED = 64.0
-"""A device's reported speed counts up to this multiple of the median: a data centre's GPU may be among processors."""
+"""A device's reported speed is limited to this multiple of the median report: one fast GPU may be among processors."""
 WIDE = math.log(2.0) ** 2
 """The variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six
 homes worked at 0.26 to 0.4 of their probes), a link that no peer has measured, a single probe on a busy line."""
@@ -43,11 +43,11 @@ LEAST_VARIANCE = 0.05**2
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""A probe's variance is a mean of log(measured / claimed speed)^2: over the devices and this many more at `WIDE`."""
+"""The variance of a claimed speed is a mean over the measured devices and this many more, which count as `WIDE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12
-"""The limit on believable bytes/s. A round trip in seconds must be at least the inverse."""
+"""The largest believable bytes/s. Its inverse is the shortest believable round trip in seconds."""
 
 Pair = tuple[PeerID, PeerID]
 """Two peers, the lesser identifier first."""
@@ -70,7 +70,7 @@ class Estimate:
     at_s: float = -math.inf
     """The time of the last measurement."""
     _odd: int = 0
-    """How many last reports in a row were far above the average; negative: far below the average."""
+    """The number of reports in a row, up to the last, that were far above the average; negative: far below it."""
 
     @property
     def value(self) -> float:

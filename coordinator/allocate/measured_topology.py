@@ -46,13 +46,13 @@ CARD_MAX = 16.0
 NEAR_S = 0.004
 """A link's rate serves to estimate others, with a weight of e^(-latency between the links' ends / `NEAR_S`)."""
 LIMITED = 0.75
-"""Two places have a bottleneck between them if more than this part of their links are slower than both ends' lines."""
+"""Two places have a bottleneck between them if more than this part of the links between them are slow (`CENSORED`)."""
 _POWER = 4.0
 """The exponent of the power mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4
-"""A peer with at least this number of links slower than estimated is believed to be slow on its other links, too."""
+"""A peer may be believed to be slow on its unmeasured links only if at least this many of its links are slow."""
 CENSORED = 0.7
-"""A link that reaches this part of the rate of its ends is no evidence of a bottleneck between these ends."""
+"""A link is clearly slower than its ends if its rate is below this fraction of the rate that its ends would allow."""
 
 
 @lru_cache(maxsize=1)
@@ -129,7 +129,7 @@ def _latencies(measured: Floats) -> Floats:
 
 
 def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
-    """Return [N], the index of a peer that stands for each peer's network card: equal numbers mean one card."""
+    """Return [N], for each peer the index of the first peer on its network card: equal numbers mean one card."""
     first: dict[str, int] = {}
     card = np.arange(len(peers))
     for index, peer in enumerate(peers):
@@ -142,7 +142,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N], bytes/s of the bottleneck between i and j, as links between peers near them show it; inf: none."""
+    """Return [N, N], bytes/s of a bottleneck from i to j, estimated from links between their neighbours; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -162,8 +162,8 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats
 
 
 def _slower(ratio: Floats) -> Floats:
-    """Return [N], the median of `ratio` over the known links from each peer if most of these links are slower than
-    estimated; else 1. Args: ratio: [N, N], measured rate / estimated rate; NaN: unknown."""
+    """Return [N], the factor between the true and the estimated rates of each peer's links: the median of the peer's
+    known `ratio` if most of these are far below 1, else 1. Args: ratio: [N, N], measured / estimated; NaN: unknown."""
     seen, slow = (~np.isnan(ratio)).sum(axis=1), (ratio < CENSORED).sum(axis=1)
     is_slow = (slow >= SLOW_LINKS_MIN) & (slow > LIMITED * seen)
     slower = np.ones(len(ratio))

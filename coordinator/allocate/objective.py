@@ -43,19 +43,19 @@ AGREED_S = 5.0
 """The seconds that a change of plan costs by itself: with a small model, real peers take 4 to 6 s from a plan with new
 boundaries to its first step (`tests/lab/MEASURED.md`)."""
 FOLLOWED_PART = 0.5
-"""A peer that fetches layers before a change must also receive each step's gradient of the layers that it has. It can
-keep only so many layers up to date that their gradients travel within this part of a step (`peer/MEASURED.md`)."""
+"""A peer that fetches layers before a change must also receive each step's gradient of the layers that it has. It keeps
+only so many layers up to date that their gradients travel within this part of a step (`peer/MEASURED.md`)."""
 AHEAD_PART = 0.2
-"""The least part of a busy line that state fetched ahead gets: a holder waits for a quiet moment to send, but at most
-four times as long as the transfer takes (`peer/handoff/server.py`). So steps limited by their lines are estimated to be
-20 % slower meanwhile (17 % measured in two-universities), other steps no slower."""
+"""State fetched before a change gets at least this part of a line that steps keep busy: a holder waits for a quiet
+moment to send, but at most four times as long as the transfer takes (`peer/handoff/server.py`). So steps limited by
+lines are estimated to be 20 % slower meanwhile (17 % measured in two-universities), others no slower."""
 STATE_PART = 0.5
 """The assumed part of the holders' lines that state takes if the boundaries stay."""
 GAIN_LOG_MAX = 10.0
 """The logarithm of the largest gain that any layout can promise."""
 FROM_ONE_TIMES = 1.6
-"""The factor on the upload time of state that one peer holds and several lack: if a receiver is slow to pass parts on,
-the others fetch these parts again (measured once: 148 s in place of 90 s)."""
+"""If one peer holds state that several peers lack, its upload takes this many times as long: if a receiver is slow to
+pass parts on, the others fetch these parts again (measured once: 148 s in place of 90 s)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,8 +354,8 @@ def _leave_s(
 
 
 def residual_s(workload: Workload, stop_and_copy_s: float, *, step_s: float) -> float:
-    """Return the seconds for which state still travels when the run halts after a pre-copy (a transfer during
-    training). Of layers that could be kept up to date, one step's gradient is left; of the others, the whole state."""
+    """Return the seconds for which the run stands still after a pre-copy (a transfer during training), to fetch the
+    rest: one step's gradient of each layer that could be kept up to date, and all state of each other layer."""
     part = workload.reduced.bytes_per_parameter / workload.state_bytes_per_parameter
     gradients_s = part * stop_and_copy_s
     followed = min(1.0, FOLLOWED_PART * step_s / gradients_s) if gradients_s > 0.0 else 1.0
@@ -389,7 +389,7 @@ def _ranges(placement: Placement) -> list[tuple[tuple[int, ...], int, int]]:
 
 
 def _giving(topology: Topology, stay: Sequence[tuple[int, ...]], found: Placement) -> Topology:
-    """Return the topology with the rates left for steps while members that stay (`stay`) send state to newcomers."""
+    """Return `topology` with the send rates left for steps while members that stay (`stay`) send state to newcomers."""
     left = np.ones(topology.num_devices)
     for stayers, members in zip(stay, found.stages, strict=True):
         if len(members) > len(stayers):

@@ -33,9 +33,9 @@ from shoal.protocol.topology import Floats, Ints, Topology
 
 _STAGE_CHOICES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _FINALISTS = 2
-"""This many numbers of stages, the best by short searches, get a longer search."""
+"""The number of stage counts that get a longer search: those that did best in short searches."""
 _RANKED = 4
-"""This many of the best placements of a search are compared by the predicted step."""
+"""The number of best placements of a search that are compared once more, by the predicted seconds of a step."""
 UNITS = 128
 """The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
@@ -103,8 +103,8 @@ class _Found:
     cost: Cost
     """The cost without that of moving state; infinite: a placement found on units is impossible on single devices."""
     foreseen_s: float
-    """The predicted seconds of a step with the cost of moving, corrected by the bias measured in this run. Numbers of
-    stages are compared by this figure; a search with one number minimises another, T of `cost/pipeline.py`."""
+    """The predicted seconds of a step, with the cost of moving, corrected by the bias measured in this run. This figure
+    decides between numbers of stages. The search with one number minimises another figure, T of `cost/pipeline.py`."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -197,7 +197,7 @@ class _Search:
         return spent
 
     def _chain(self, num_stages: int) -> Placement | None:
-        """Return a feasible start if some devices cannot reach each other; None if all can, or none was found."""
+        """Return a first placement, one device a stage; None: all devices reach each other, or none was found."""
         rate = self.objective.topology.bytes_per_s
         if int((rate > 0.0).sum()) >= len(rate) * (len(rate) - 1):
             return None

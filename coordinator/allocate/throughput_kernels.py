@@ -87,9 +87,9 @@ def price(P, S, stage, bounds, is_cut, work):
 
 @kernel
 def row(q, at, jitter):
-    """Return int64 [N], all units in a row that begins with `at`: each is followed by the nearest that is left.
-    Args: q: [N, N], `P.q` of one activation size: a higher rate is nearer. jitter: float64 [N], random; unit e counts
-    as up to 10 % nearer by `jitter[e]`."""
+    """Return int64 [N], all units in one row: after unit `at`, each next unit is the nearest to the one before it that
+    is not in the row yet. Args: q: [N, N], `P.q` of one activation size: near means a high rate. jitter: float64 [N],
+    random in [0, 1): unit e counts as nearer by 10 % of `jitter[e]`."""
     N = len(q)
     found = np.empty(N, np.int64)
     is_left = np.ones(N, np.bool_)
@@ -184,7 +184,7 @@ def _copy(A, B):
 
 @inner
 def _slowest(P, S):
-    """Return the stage that would gain most from more members or fewer layers."""
+    """Return the stage that is slowest, alone or with a neighbour: more members or fewer layers help it most."""
     slowest, where = 0.0, 0
     for k in range(len(S.count)):
         seconds = S.times[SECONDS, k]
@@ -259,9 +259,9 @@ def _propose(P, S, home, stayers, random):
 
 @kernel
 def improve(P, S, B, home, stayers, seed, limit, heat, best_stage, best_bounds):
-    """Search locally from the placement in best_stage and best_bounds until `limit` units of work are spent, and write
-    the best placement found there. A placement is also accepted if it is worse by less than a threshold times a draw
-    from [0, 1). The threshold falls to 0 as work is spent.
+    """Search locally until `limit` units of work are spent. The search begins with the placement in best_stage and
+    best_bounds, and overwrites it with the best one found. It accepts a worse placement if it is worse by less than a
+    random part of a threshold, which falls to 0 as work is spent.
 
     Args:
         S, B: the state of the search, and a second one for undoing a move.

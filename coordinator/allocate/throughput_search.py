@@ -33,7 +33,7 @@ class Improved:
     cost: float
     work: int
     others: tuple[Assignment, ...] = ()
-    """The other individuals of the population, the cheapest first."""
+    """The other assignments of the final population, the cheapest first."""
 
 
 class ThroughputEvaluator:
@@ -82,7 +82,7 @@ class ThroughputEvaluator:
         self.draws = 16
         """The number of random starts that are priced; only the cheapest of them is improved."""
         self.share = 20_000 * topology.num_devices
-        """The useful work for one call of `improve`: about what it needs to reach a good local minimum."""
+        """The units of work that one call of `improve` can use: about as many as it takes to a good local minimum."""
 
     def cost(self, assignment: Assignment) -> float:
         """Return the objective of a feasible assignment, the cost of moving state included."""
@@ -173,7 +173,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, units of work used): the cheapest of the best cut, the current plan's and `known`."""
+        """Return (cost, bounds, units of work used) for the cheapest bounds: best cut, current plan's or `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:
@@ -213,7 +213,7 @@ class ThroughputEvaluator:
         return nearest_first
 
     def _able(self, row: list[int], rng: Random) -> list[int]:
-        """Return a random choice of `row`: its first devices, all, or all without the worst-connected ones."""
+        """Return some devices of `row`, at random: all, its first part, or all but the worst-connected ones."""
         dice = rng.random()
         if dice < 0.25:
             # Take only the first devices of the row, which are near each other.

@@ -16,7 +16,7 @@ from shoal.protocol.wire_format import Formats
 SPARED = 0.98
 """A wider format is accepted if it leaves at least this share of the tokens/s with the narrowest formats."""
 KEPT = 0.95
-"""A wider format that the live layout has stays if it leaves at least this share of the narrowest formats' speed."""
+"""A wider format that is in use stays if it leaves at least this share of the tokens/s with the narrowest formats."""
 TRIES_MAX = 64
 """The limit on evaluations in one choice: a second of one core for 256 devices in 32 stages."""
 
@@ -53,7 +53,7 @@ def formats_of(
         return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
     def widened(wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` plus accepted tensors of `things`: all at once if that is accepted, else those of each half."""
+        """Return `wide` plus those of `things` that may be wide, too: all if they may, else tried half by half."""
         if not things or tries >= TRIES_MAX:
             return wide
         least = KEPT if has_wide.issuperset(things) else SPARED

@@ -19,7 +19,7 @@ from shoal.protocol.wire_format import TILE, is_in_few_bits, tensor_bytes
 FP32 = 4.0
 BF16 = 2.0
 _MOMENTS = {"sgd": 1.0, "adamw": 2.0, "nadam": 2.0}
-"""The number of fp32 moments of a parameter. Muon keeps one, and a second one outside the hidden matrices."""
+"""The number of the optimizer's fp32 moments for each parameter. Muon has one, outside the hidden matrices two."""
 LOGITS_BYTES_MAX = 1 << 28
 """The most bytes of logits at once; equal to `CHUNK_BYTES` of `peer/model/head_loss.py`."""
 STEP_TEMPORARIES = 28.0
@@ -32,8 +32,8 @@ class ResidentTerms:
 
     state: float
     weights: float
-    """Bytes for weights of other steps: one set for each step ahead; with no steps ahead, one set of the previous
-    version, to repeat microbatches bit for bit. With steps ahead and recomputation there are none."""
+    """Bytes for weights of other versions: s_max copies, at least one (the previous version, to repeat microbatches bit
+    for bit), but none if stages are recomputed and s_max > 0. `calibrated` compensation adds a copy if s_max >= 2."""
     narrow_weights: float
     """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
     gradient: float
@@ -181,10 +181,10 @@ def held_bytes(spec: RunSpec) -> tuple[float, ...]:
 
 def job_bytes(spec: RunSpec, *, experts_held: int, is_full: bool = False) -> tuple[float, ...]:
     """Return [L], the bytes that the running microbatch takes in each layer besides `held_bytes`. If whole stages are
-    recomputed, this is the graph of each layer. On a GPU that is too small (`is_full`) it is only each layer's input:
-    there one layer's graph is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the
-    embedding needs beyond that of another layer. The last layer adds the same for the step of the head, or the head's
-    gradient and logits if those are more."""
+    recomputed, each layer takes its graph or, on a GPU that is too small (`is_full`), only its input: there one layer's
+    graph at a time is enough (`workspace_bytes`). The first layer adds what the optimizer's step of the embedding needs
+    beyond a layer's step. The last layer adds the same for the head, or the head's gradient and logits if those are
+    more. With adapters, both add their dense copies instead, the last also the logits."""
     model, tokens = spec.model, spec.training.microbatch_size * spec.model.context
     is_whole = spec.training.recomputes and not spec.recomputes_by_layer
     of_layer = FP32 * tokens * model.dim if is_full else tokens * _graph_bytes(spec)

@@ -135,11 +135,11 @@ class PipelineInput(NamedTuple):
     cut_bytes: Any
     """float64 [F], bytes of an activation on the wire; the workload's size comes first."""
     q: Any
-    """[F, N, N], activations of each size a second, there and back, over all paths between two units."""
+    """[F, N, N], activations a second of each size over all paths between two units; a gradient answers each."""
     layers: Any
     """float64 [5, L + 1]; the rows are `FLOP_TO` to `JOB_TO`."""
     beyond: Any
-    """float64 [devices + 1]: experts that a member holds beyond its slots, by the number of devices of its stage."""
+    """float64 [devices + 1]: entry n is how many experts each member of a stage of n devices holds beyond its slots."""
     costs: Any
     """float64 [9]; the positions are `MICROBATCHES` to `WORKSPACE_BYTES`."""
 
@@ -151,14 +151,13 @@ class PipelineState(NamedTuple):
     at: Any
     """`stage`, int64 [N]: the stage of each unit, -1: none. `at`, int64 [N]: the unit's position among the members."""
     members: Any
-    """int64 [K, N]; the first `count` are the members of a stage."""
+    """int64 [K, N]; row k begins with the `count[k]` members of stage k, and the rest of it is unused."""
     count: Any
     """int64 [K], the number of members."""
     bounds: Any
     """int64 [K + 1], the first layer of each stage, and at last L."""
     cut_size: Any
-    """int64 [K], the position in `P.cut_bytes` of the activations that each stage sends to the next one; the last entry
-    is unused."""
+    """int64 [K], the index in `P.cut_bytes` of the activations from each stage to the next; the last is unused."""
     sum_bytes: Any
     """float64 [K], bytes for each parameter in the reduction of each stage."""
     loads: Any
@@ -580,7 +579,7 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain (s a step). Args: tail_s: round trip and commit of the last microbatch; ahead: the steps ahead."""
+    """Return T_chain, seconds a step. Args: tail_s: last microbatch's round trip and commit; ahead: steps ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 

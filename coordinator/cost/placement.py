@@ -8,8 +8,8 @@ from typing import Protocol
 from shoal.protocol.plan import Bound
 
 Bottleneck = tuple[Bound, int]
-"""The limit of a step: (kind, stage). For the kind `paths` these are the paths from the stage to the next one; from the
-last stage, those to the previous one."""
+"""(kind, stage): what limits a step, and at which stage. The kind `paths` means the paths from the stage to the next
+one or, at the last stage, to the previous one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
-        """Return the placement with each device of `stage_of`, placed or not, put into the stage that it maps to."""
+        """Return the placement with each device of `stage_of` moved, or newly put, into the stage that it maps to."""
         stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
         for device, stage in stage_of.items():
             stages[stage].append(device)

@@ -99,7 +99,7 @@ def state_of(
 
 
 def _fixed(array: Floats) -> Floats:
-    """Return a read-only view in C order, so always one kind of array: numba compiles anew for each kind."""
+    """Return a read-only view in C order. All tables get this one form, because numba compiles anew for each form."""
     view = np.ascontiguousarray(array).view()
     view.flags.writeable = False
     return view

@@ -68,9 +68,9 @@ from shoal.protocol.running_ahead import Measured, busy, choose
 from shoal.protocol.topology import Floats, Topology
 
 _CROWDED = 0.4
-"""The c_j, in the module's formula for the prediction, at which the 4-norm applies fully; fitted to five scenarios."""
+"""The c_j (see the module's formulas) at which the prediction is the full 4-norm; fitted to five scenarios."""
 LARGE = 256
-"""More devices than this need the compiled loops: with 200, one evaluation takes Python 30 ms."""
+"""More devices than this need the compiled loops: with 200, plain Python takes 30 ms for one evaluation."""
 
 
 class ThroughputObjective:
@@ -85,7 +85,7 @@ class ThroughputObjective:
         self.topology = topology
         self.workload = workload
         self._problems: dict[frozenset[float], PipelineInput] = {}
-        """Sizes of activations besides the workload's -> the tables with these sizes."""
+        """Set of activation sizes (bytes) besides the workload's own -> the tables of `pipeline.py` for these sizes."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
         """Return the cost of a placement. Args: wire: bytes of tensors between stages and in reductions; None: as in

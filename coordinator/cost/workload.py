@@ -20,7 +20,7 @@ from shoal.protocol.tensors import (
 from shoal.protocol.wire_format import Formats, WireFormat, tensor_bytes
 
 _MANY = 2**20
-"""Elements of an imagined tensor that gives the bytes of each element: its last tile's padding is negligible."""
+"""The size of a tensor from which bytes per element are computed: its last tile's padding is negligible."""
 STATE_BYTES_PER_PARAMETER = 12.0
 """Bytes that a new holder downloads for each parameter: the parameter and two moments, each fp32."""
 
@@ -67,8 +67,8 @@ class Workload:
     memory: StageMemory
     """The memory terms of stages, including the base of adapters."""
     cut_bytes: float
-    """Bytes on the wire between two stages for a microbatch, one way: the mean of activation and gradient. For subspace
-    models, which send only k numbers a token, labels count, too."""
+    """Bytes on the wire for a microbatch between two stages, one way: the mean of its activation and its gradient. The
+    labels count, too, in subspace models, which otherwise send only k numbers a token."""
     microbatches: int
     """M, the number of microbatches of a step."""
     tokens_per_microbatch: int
@@ -120,7 +120,7 @@ class Workload:
 
     @property
     def needed_first(self) -> float:
-        """The share of the state that a newcomer needs to compute as a learner, which has only bfloat16 weights
+        """The share of its state with which a newcomer can begin to compute, as a learner with only bfloat16 weights
         (`peer/membership/learner.py`); 1 if the run cannot have learners."""
         has_light_members = self.s_max > 0 and self.memory.base is None and self.experts is None
         if not has_light_members or self.reduced.tied_parameters:

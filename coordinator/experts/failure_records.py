@@ -24,7 +24,7 @@ HORIZON_S = 600.0
 SEEN_S_MAX = 7 * 24 * 3600.0
 """The memory of a record: a week, which includes the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0
-"""The limit on a record's failures: one in forty minutes for a week. Such a peer is useless, or its count false."""
+"""A record has at most this many failures, one in 40 minutes for a week: more mean a useless peer or a false count."""
 GAP_S_MAX = 60.0
 """A peer counts as seen between two heartbeats if they are at most this far apart; else the peer or we were away."""
 RECORDS_MAX = 4096
@@ -62,8 +62,8 @@ class FailureRecords:
         past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
 
     def probabilities(self, peers: Sequence[PeerID]) -> list[float]:
-        """Return for each of `peers` the probability that it fails within `HORIZON_S`. The shorter a peer's record, the
-        more the mean over all peers of this swarm (lost ones included) counts."""
+        """Return for each of `peers` the probability that it fails within `HORIZON_S`: by its own record if that is
+        long, otherwise mostly by the mean over all peers of this swarm, lost ones included."""
         failures = sum(past.failures for past in self._pasts.values())
         seen_s = sum(past.seen_s for past in self._pasts.values())
         prior_s = (seen_s + PRIOR_S) / (failures + 1.0)
@@ -71,7 +71,7 @@ class FailureRecords:
         return [failure_probability(past.failures, past.seen_s, prior_s=prior_s) for past in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
-        """Return the records for the next coordinator: first the members', then those of peers heard most lately."""
+        """Return the records for the next coordinator: the members' first, then those of peers heard most recently."""
         order = dict.fromkeys([peer for peer in members if peer in self._pasts] + [*reversed(self._pasts)])
         known = ((peer, self._pasts[peer]) for peer in islice(order, HANDED_OVER_MAX))
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)

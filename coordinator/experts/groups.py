@@ -17,14 +17,14 @@ from shoal.protocol.messages import Heartbeat
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 
 Bounds = tuple[tuple[int, int], ...]
-"""(first layer, last layer) of each stage."""
+"""(first layer, layer after the last) of each stage."""
 
 LOOK_STEPS = 50
 """The number of steps after which the loads are checked again."""
 COUNT_MAX = 1 << 53
 """The limit on a peer's token count."""
 SHARE_MIN = 0.01
-"""The least share of an expert's tokens that a plan gives to a holder: 0 is not allowed."""
+"""The least share of an expert's tokens that a plan gives to each holder, since a plan may not contain a share of 0."""
 HANDED_OVER_MAX = 4096
 """The limit on handed-over loads, of all stages together: 36 KB of a message."""
 
@@ -132,7 +132,7 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
-        """Return for each expert {peer: member}, its holders in plan `before` for any layer of `stage`."""
+        """Return for each expert its holders, {peer: member}, that held it in plan `before` in any layer of `stage`."""
         held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
         if before is not None and before.experts:
             for entry in before.experts:
@@ -190,7 +190,7 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage, if stages get other `bounds`: each layer takes its part along."""
+        """Return the measured loads by stage of the new `bounds`: a layer takes its part of the load along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}
@@ -207,8 +207,8 @@ class ExpertPlaces:
 def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Guess how many slots of each member an expert has, since a plan names only the holders. Free slots go to the
-    busiest experts, as at placement. (Rejected: free slots to all experts in turn; it moved experts without need.)"""
+    """Guess the experts in each member's slots: a plan names only an expert's holders. Free slots go to the experts
+    with most load per slot, as at placement. (Rejected: to all experts in turn; it moved experts without need.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):

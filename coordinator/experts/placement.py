@@ -72,8 +72,8 @@ def busiest_replica_load_ratio(loads: Sequence[float], replicas: Sequence[int]) 
 def attainable_min_replicas(slots: Sequence[int], num_experts: int) -> int:
     """Return the largest number f for which each of the E experts can be on f different nodes.
 
-    A node with c slots holds at most min(c, E) different experts, which must add to E f. By Gale and Ryser this and
-    f <= N are sufficient, since all experts need the same number."""
+    A node with c slots holds at most min(c, E) different experts. The sum of this over the nodes must be at least E f,
+    and f at most the number of nodes. By Gale and Ryser this is enough, since all experts need equally many nodes."""
     return min(sum(1 for c in slots if c > 0), sum(min(c, num_experts) for c in slots) // num_experts)
 
 
@@ -119,9 +119,9 @@ def mend(
     failure_probability: Sequence[float],
     min_replicas: int,
 ) -> ExpertPlacement:
-    """Repair `current`: keep the experts that nodes hold, as far as `replicas` and `slots` allow, and deal the other
-    replicas, reliable nodes first. A second replica stays on a node only if the expert has enough other replicas for
-    `min_replicas` nodes. An expert may still be on fewer nodes, if too few have a free slot."""
+    """Repair `current`: nodes keep their experts as far as `replicas` and `slots` allow; the other replicas are dealt,
+    reliable nodes first. A node keeps a second replica of an expert only if enough other replicas are left for
+    `min_replicas` nodes. An expert may still end on fewer nodes, if too few have a free slot."""
     table = _Table(replicas, slots)
     order = sorted(range(len(slots)), key=lambda node: (failure_probability[node], node))
     for expert in table.rarest_first:

@@ -79,7 +79,7 @@ def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -
     if masks and not masks[0]:
         return (0.0,) * (num_nodes + 1)
     survivals = [1]
-    """Entry k: the number of sets of k failures that the components so far survive."""
+    """Entry k: the number of sets of k failed nodes, in the components so far, with which every expert survives."""
     num_held = 0
     for nodes, local in _components(masks):
         if len(nodes) > NODES_EXACT_MAX:

@@ -17,7 +17,7 @@ RISKIER = 4.0
 RISK_IGNORED = 1e-6
 """A probability of a loss up to this is ignored."""
 PATIENCE_AT_A_LOOK = 15
-"""The search that shows how safe a placement could be ends after this many vain tries: 10 ms with ten nodes."""
+"""The comparison search for a safer placement ends after this many tries without a gain: 10 ms with ten nodes."""
 
 
 def replan(
@@ -89,10 +89,11 @@ def fewest_fetches(
     """Exchange nodes, and experts, in placement `target` so that few copies must be fetched.
 
     Nodes of one kind can exchange all their experts, and two experts with equally many replicas can exchange all their
-    places, without a change in load or safety. So there are two assignments: parts of `target` to nodes, and places of
-    `target` to experts. Each is solved exactly with the other fixed, in turns, until neither helps.
+    slots, without a change in load or safety. So there are two assignments: of nodes to the rows of `target`, and of
+    experts to the sets of slots that one expert has in `target`. Each is solved exactly with the other fixed, in turns,
+    until neither helps.
 
-    Args: kinds: [N]; node i may take the part of node j if their kinds are equal and the parts equally large.
+    Args: kinds: [N]; node i may take the row of node j if their kinds are equal and the rows equally long.
     Returns: a placement as good as `target` in every respect, with the same number of replicas of each expert.
     Source: Kuhn-Munkres, in scipy after Crouse (2016)."""
     num_experts = 1 + max((expert for part in (*current, *target) for expert in part), default=-1)
@@ -130,7 +131,7 @@ def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np
 
 
 def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[int]:
-    """Return [N]: a column for each row, of the same kind, such that the sum of `worth_NN` is largest."""
+    """Return [N], a different column for each row, of the same kind, such that the sum of `worth_NN` is largest."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     number: dict[Hashable, int] = {}
@@ -147,7 +148,7 @@ def nearest_counts(
     counts: Sequence[int], loads: Sequence[float], *, num_slots: int, min_replicas: int, ratio_max: float
 ) -> list[int]:
     """Change replica counts one by one, until they fill the slots and the busiest replica has at most `ratio_max` times
-    the mean load. Args: ratio_max: above the ratio of the best counts; then each change leads towards these counts."""
+    a slot's mean load. Args: ratio_max: above that of the best counts; then each change leads towards these."""
     counts = [max(min_replicas, count) for count in counts]
     while sum(counts) != num_slots or busiest_replica_load_ratio(loads, counts) > ratio_max:
         if sum(counts) >= num_slots:

@@ -41,7 +41,7 @@ def token_shares(
 def busiest_node_load_ratio(
     placement: ExpertPlacement, loads: Sequence[float], speeds: Sequence[float], shares: Sequence[dict[int, float]]
 ) -> float:
-    """Return the busiest node's time / the time if nodes shared all work in proportion to their speeds; at least 1."""
+    """Return the time of the busiest node / the time if all nodes worked equally long: 1 is ideal."""
     held = [load if share else 0.0 for load, share in zip(loads, shares, strict=True)]
     if math.fsum(held) <= 0.0:
         return 1.0
@@ -54,8 +54,8 @@ def busiest_node_load_ratio(
 
 
 def _pour(part: dict[int, float], load: float, work: list[float], speeds: Sequence[float]) -> float:
-    """Divide one expert's load anew so that all holders with a part of it have the same work / speed. Changes `part`
-    and `work`. Returns: the largest change of a part."""
+    """Divide one expert's load anew among its holders, the keys of `part`, so that all that get some of it have equal
+    work / speed. Changes `part` and `work`. Returns: the largest change of a holder's part."""
     others = {node: max(0.0, work[node] - amount) for node, amount in part.items()}
     order = sorted(part, key=lambda node: (others[node] / speeds[node], node))
     level, water, speed = 0.0, load, 0.0
