@@ -39,7 +39,7 @@ from shoal.protocol.errors import ShoalError
 
 
 class _Group(TyperGroup):
-    """If a command fails for a known reason, prints one line and no traceback."""
+    """The group of shoal's subcommands. If one fails for a known reason, prints one line and no traceback."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:

@@ -67,7 +67,7 @@ class _Planning:
 
     @property
     def searched(self) -> LayoutName:
-        """The name of the layout that a search with the objective `aim` makes."""
+        """The name of the layout to search: `ours` for the throughput objective, `dtfm` for the DT-FM objective."""
         return "ours" if self.aim == "throughput" else "dtfm"
 
     def propose(self, name: LayoutName) -> PlanReport:

@@ -81,7 +81,7 @@ def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
 
 
 def disk(folder: Path) -> tuple[int | None, str]:
-    """Return (free bytes, write error or "") of the disk that holds `folder`; the folder may be missing."""
+    """Return (free bytes, why it cannot be written or "") of the disk of `folder`, which need not exist yet."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent

@@ -94,7 +94,7 @@ _UNITS = {
 }
 """Limit -> the unit that may follow its number, in lower case."""
 MBIT_S_MIN = 0.1
-"""The lowest limit of a rate: it is enough for a heartbeat and a few votes a second."""
+"""The lowest limit of a rate in Mbit/s: enough for a heartbeat and a few votes a second."""
 
 
 def with_overrides(limits: Limits, overrides: list[str]) -> Limits:
@@ -154,7 +154,7 @@ def parse_truth(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of the day, in local minutes since midnight; the part crosses midnight if `end` is not after `begin`."""
+    """A part of the day, in local minutes since midnight. If `end` is not after `begin`, it crosses midnight."""
 
     begin: int
     end: int

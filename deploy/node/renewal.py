@@ -26,7 +26,7 @@ _LOOK_S = 60.0
 
 
 def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
-    """Load the certificate kept on `disk` into `members`, if the certificate belongs to the current invite."""
+    """Load this peer's certificate from `disk` into `members`, if it was issued for the invite that we have now."""
     with suppress(OSError, RemoteError):
         members.take_renewed(disk.read(PurePosixPath(members.run, FILE_NAME)), me)
 

@@ -36,7 +36,7 @@ class Region(Section, frozen=True):
     devices_per_card: int = 1
     """The number of devices in a machine; they share its network card."""
     last_mile_ms: float = 0.0
-    """One-way latency that each end in this region adds to a path."""
+    """The one-way latency that a device of this region adds to each of its paths."""
     inside_ms: float = 0.1
     """The one-way latency between two machines at the region's place."""
     inside_mbps: float = 10_000.0

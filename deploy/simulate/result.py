@@ -26,7 +26,7 @@ SETTLED_S = 300.0
 """The virtual time after which a swarm with its own coordinators is compared with its planned layout. By then it has
 had time to measure, to search and to move. Every published figure keeps this convention."""
 NEIGHBOURS = 5
-"""The usual pace around a step is computed from this many steps before it, and as many after it."""
+"""A step's usual pace is the median over this many steps before it, or after it if that is larger."""
 STANDSTILL_TIMES = 2.0
 """A step counts as a standstill if it takes more than this multiple of the usual pace."""
 
@@ -84,11 +84,11 @@ class SimResult:
     """[N, N], the bytes of all sent frames, row = sender. Requests with their answers do not count."""
     events: tuple[Happened, ...]
     duplicates: int
-    """The number of microbatches counted twice, over all commits and stages."""
+    """The microbatches that a stage counted twice, summed over all commits and stages."""
     given_up: int
-    """The number of microbatches missing from commits."""
+    """The microbatches that commits left out because of their deadline, summed over all stages."""
     failures: tuple[str, ...]
-    """The errors that ended a node, and exceptions of handlers. They show bugs, or a run that could not finish."""
+    """Errors that ended a node, and exceptions of handlers: signs of a bug, or of a run that could not finish."""
     ending: Ending
     trace_hash: str
     first_step_bytes: npt.NDArray[np.int64] | None = None
@@ -149,8 +149,8 @@ class SimResult:
 
     @property
     def standstill_s(self) -> float:
-        """The seconds of standstill after the first step: the time beyond the usual pace, over all steps that count as
-        standstills."""
+        """The seconds lost to standstills after the first step: of each step that counts as a standstill, the time
+        beyond the usual pace."""
         times_s = self._times_s()
         stood_s = 0.0
         for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):
@@ -168,8 +168,8 @@ class SimResult:
 
 
 def _usual_s(took_s: npt.NDArray[np.float64], index: int) -> float:
-    """Return the usual seconds a step around `took_s[index]`: the larger of the medians before and after that entry;
-    inf: there are no other entries.
+    """Return the usual seconds of a step near entry `index` of `took_s`: the median of the entries just before it or of
+    those just after it, whichever is larger; inf: there are no other entries.
 
     Args:
         took_s: [S], the seconds from each commit to the next.

@@ -66,13 +66,14 @@ class StrategyPatience:
     virtual_s: float
     """The limit in virtual time: `VIRTUAL_TIMES` times as long as the first strategy ran."""
     step_s: float
-    """The seconds of a step of the first strategy."""
+    """The first strategy's seconds of a step."""
     real_s: float
-    """The limit in real time, which depends on this machine."""
+    """The limit in seconds of this machine's time."""
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
-        """Return the limits for later strategies; None: `first` has no pace. Args: real_seconds: the least `real_s`."""
+        """Return limits for the strategies after `first`; None: `first` has no pace. Args: real_seconds: the least
+        `real_s`."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None

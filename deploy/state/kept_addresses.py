@@ -35,7 +35,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(filled)
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Return a copy that keeps, for each IP version with port 0 (any) in `asked`, the port in `listening`."""
+        """Return a copy with the ports in `listening`, for each IP version of which `asked` has port 0 (any port)."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}

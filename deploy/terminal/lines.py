@@ -51,7 +51,7 @@ def said_rate(view: View) -> str:
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """Return a sentence on predicted and actual speed, and one on wire formats; no sentences once the run is done."""
+    """Return a sentence on predicted and actual speed and one on wire formats; nothing once the run is done."""
     return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
