@@ -22,7 +22,7 @@ _HERE = Path(__file__).parents[1]
 _SHOAL: Final = Path(sys.executable).parent / "shoal"
 """The path of the `shoal` command in this Python environment: a service does not have our PATH."""
 _OWN_VIEW: Final = "# Its own view of the files:"
-"""The comment before those lines of the systemd unit that hide other files, which need a user namespace."""
+"""The comment in the systemd unit above the lines that hide the user's other files. These need a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
 """Exit statuses of the unit's process if systemd cannot make a user namespace (EXIT_USER, EXIT_NAMESPACE)."""
 _CACHES: Final = {

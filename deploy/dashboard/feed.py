@@ -358,7 +358,7 @@ class Feed:
         return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
-        """Return the coordinator's estimate of the seconds to the last step, minus the estimate's age, or None."""
+        """Return the coordinator's estimate of the seconds to the last step, minus its age; None: unknown."""
         status = self._status
         left_s = status.left_s if status and status.step < status.steps else None
         return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)

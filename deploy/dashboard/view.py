@@ -85,7 +85,7 @@ class PeerView(msgspec.Struct, frozen=True):
     is_me: bool
     is_new: bool
     shortages: int = 0
-    """How often the peer ran out of memory under its plan."""
+    """How often the peer's memory was too small for its plan."""
     light: tuple[int, int] | None = None
     """(layers with state, all layers of its stage) of a peer that trains while optimizer state arrives; else None."""
 
@@ -205,7 +205,7 @@ class View(msgspec.Struct, frozen=True):
     gone: tuple[GoneView, ...]
     links: tuple[LinkView, ...]
     flows: tuple[float, ...]
-    """Bytes/s from each stage to the next, activations forward, plus the gradients that come back."""
+    """Bytes/s between each stage and the next: the activations sent forward plus the gradients sent back."""
     experts: tuple[ExpertView, ...]
     mine: MineView | None
     others: tuple[MineView, ...]

@@ -42,7 +42,7 @@ class ChaosOptions:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Act:
     at_s: float
-    """Seconds between the demo's first step and the fault."""
+    """Seconds from the demo's first step to the fault."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
     """True: the killed peer restarts; false: a new peer takes its place."""

@@ -160,7 +160,7 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Show and record each step with all its reports, or with too long a wait for them; with `flush` every step."""
+        """Show and record the steps that have all reports or have waited too long for them; with `flush` all steps."""
         for at_s, step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(at_s, step)
 

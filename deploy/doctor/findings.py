@@ -27,7 +27,7 @@ class Dial(Enum):
     """Our own network has no route to the address."""
     NO_NAME = "no name"
     UNTRIED = "untried"
-    """No TCP connection was tried, because the address is not of TCP, as one over a relay."""
+    """No TCP connection was tried: the address does not use TCP, or leads over a relay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of a peer that the invite names. It is not asked if TCP connections show that it is down."""
+    """The answers of a peer that the invite names. The peer is not asked if TCP connections show that it is down."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -56,7 +56,7 @@ class PeerFound:
     speaks: bool = False
     """True if the peer's own key answered at the address, or no key did; false if another peer's key answered."""
     mute: str = ""
-    """Why the network could not get an answer of the peer; empty: the peer answered."""
+    """Why the network got no answer from the peer; empty: the peer answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +74,7 @@ class NetworkFound:
     addresses: tuple[AddressFound, ...] = ()
     peers: tuple[PeerFound, ...] = ()
     statuses: tuple[SwarmStatus, ...] = ()
-    """The run's status as each of several peers reports it; two swarms show in their differences."""
+    """The run's status from each of several peers. If two of these differ, the run may have two swarms."""
     refused: str = ""
     """Why the run's peers refuse everybody with this invite; empty: they do not refuse, or were not asked."""
     record_found: bool | None = None

@@ -81,7 +81,8 @@ def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
 
 
 def disk(folder: Path) -> tuple[int | None, str]:
-    """Return (free bytes, why it cannot be written or "") of the disk of `folder`, which need not exist yet."""
+    """Return (free bytes of the disk with `folder`, why `folder` cannot be written or ""); `folder` may not exist
+    yet."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent

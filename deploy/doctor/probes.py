@@ -45,7 +45,7 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 async def examine(
     invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
 ) -> Findings:
-    """Examine the machine and the network at the same time: importing torch is slow, and so are dead addresses.
+    """Examine machine and network at the same time: importing torch is slow, and so is waiting for a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.

@@ -30,7 +30,7 @@ class Manners:
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
-    """Requester of a pause (the owner, for example) -> why it was requested, as a sentence."""
+    """Requester of a pause -> the reason for the pause, as a sentence."""
     _busy_until_s: float = 0.0
     _seen: Seen | None = None
 

@@ -86,7 +86,7 @@ def take_own_threads() -> None:
 
 
 def spare_threads() -> int:
-    """Return torch's number of threads for a volunteer's peer: of three or more processors, one stays free."""
+    """Return the number of torch's threads for a volunteer's peer: of three or more processors, one stays free."""
     cores = int(processors())
     return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 

@@ -154,7 +154,7 @@ def parse_truth(name: str, text: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A part of the day, in local minutes since midnight. If `end` is not after `begin`, it crosses midnight."""
+    """A part of the day, in local minutes since midnight; the part crosses midnight if `end` is not after `begin`."""
 
     begin: int
     end: int

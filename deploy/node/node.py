@@ -66,7 +66,7 @@ Said = TypeVar("Said")
 
 
 def both(first: Callable[[Said], None], then: Callable[[Said], None]) -> Callable[[Said], None]:
-    """Return a function that calls `first`, then `then`, with its one argument."""
+    """Return a function that passes its argument to `first`, then to `then`."""
 
     def tell(said: Said) -> None:
         first(said)
@@ -109,7 +109,7 @@ class NodePorts:
     memory_bytes: int | None = None
     """Bytes of memory that a plan may use on this peer; None: all that is free, which a simulation cannot reproduce."""
     machine: str = ""
-    """A text that peers of one machine, on one network card, have in common; empty: no other peer uses this card."""
+    """A text that is equal for all peers that share one network card; empty: no other peer shares this peer's."""
     run_blocking: RunBlocking = inline
     """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
     run_search: RunBlocking = inline

@@ -25,7 +25,7 @@ from shoal.protocol.spec import AdapterSpec, ModelSpec, RunSpec, TrainingSpec
 from shoal.protocol.toml.spec_file import load_spec
 
 REACHED: Final = 0.4
-"""The share of its maker's rate that a GPU is assumed to reach when it computes a stage (`tests/bench/gpu.py`)."""
+"""The share of a GPU's dense rate that a stage's computing is assumed to reach. `tests/bench/gpu.py` measures it."""
 KEPT_BYTES: Final = 1.0e9
 """The memory of a GPU that the model cannot use: the driver, torch's kernels and the desktop take it."""
 IN_FLIGHT: Final = 4

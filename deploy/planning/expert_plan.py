@@ -34,7 +34,7 @@ class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     loads: tuple[float, ...]
     """The load of each expert, in any unit: only the ratios count."""
     failure_probability: tuple[float, ...] | None = None
-    """The probability that each node fails; null: the same for all nodes."""
+    """Each node's probability of failure; null: the same for all nodes."""
     min_replicas: int = 2
     """The least number of different nodes that hold each expert. Fewer node failures than this lose no expert."""
 

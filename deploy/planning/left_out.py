@@ -41,7 +41,7 @@ _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
 
 
 class Need(msgspec.Struct, frozen=True, kw_only=True):
-    """The least values with which a device would help; None: the device's present value is enough."""
+    """The least values that together make a device helpful; None: the device's present value is enough."""
 
     line_mbps: float | None = None
     """The rate of the device's line in each direction, in Mbit/s."""

@@ -88,7 +88,7 @@ class Book:
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return ((era, step), groups without a report) of the oldest step that holds up later ones, or None."""
+        """Return ((era, step), groups without a report) of the oldest step that blocks others; None: no step does."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:

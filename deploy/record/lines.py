@@ -62,7 +62,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     """The number of steps that are done, this one included."""
     era: int = 0
     loss: float | None = None
-    """Nats a token, averaged over microbatches, with the weights before the step; None: no remaining peer knows it."""
+    """The mean loss over microbatches (nats a token) with the weights before the step; None: no peer left knows it."""
     perplexity: float | None = None
     learning_rate: float | None
     """None: this peer does not have the run's spec (and so writes no record)."""
@@ -75,7 +75,7 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     tokens_per_s: float | None = None
     """Tokens/s over the last 30 s (`book.RATE_S`), standstills included; None: this is the first step."""
     foreseen_tokens_per_s: float | None = None
-    """Tokens/s that the plan in force predicted; None: this peer did not know the prediction."""
+    """Tokens/s predicted by the plan that was in force at this step; None: this peer did not know the prediction."""
     staleness: float
     """The staleness of the gradients in steps, averaged over the stages."""
     peers: int

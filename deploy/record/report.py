@@ -54,7 +54,7 @@ class Obeys(_Report, frozen=True):
     peers: int
     """The number of peers in the plan, standbys included."""
     stages: int = 0
-    """The number of stages in the plan; 0: unknown to this process."""
+    """The number of stages in the plan; 0: unknown."""
     era: int = 0
     restored: int = 0
     """The version from which the era (the training generation) started."""

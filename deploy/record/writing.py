@@ -36,7 +36,7 @@ class RecordFile:
         self._waiting: deque[bytes] = deque(maxlen=WAITING_MAX)
         self._file: int | None = None
         self._torn = False
-        """True if the file ends in an incomplete line."""
+        """True if the file does not end with a newline."""
         self._size = 0
         self._again_s = self._synced_s = -float("inf")
         self._failing = False

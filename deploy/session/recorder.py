@@ -56,7 +56,7 @@ PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
 """How many groups are asked in a second. If the run has more groups, each is asked more rarely."""
 MISSING_S: Final = 3.0
-"""Seconds between requests for a report that holds up later steps."""
+"""Seconds between requests for a missing report for which later steps wait."""
 VALIDATIONS_S: Final = 20.0
 """Seconds between requests for validations to several first-stage members: only a validation's leader knows it."""
 ASKED_AT_ONCE: Final = 8

@@ -48,7 +48,7 @@ class FolderWeights:
         self._model = model
         self._file_of = _tensor_files(folder)
         self._stored: dict[str, str] = {}
-        """Our name of a tensor -> its name in the folder, for tensors with two different names."""
+        """Our name of a tensor -> its name in the folder, where the two differ."""
         if has_tied_head(folder):
             self._stored[HEAD_MATRIX] = EMBEDDING_MATRIX
             if EMBEDDING_MATRIX in self._file_of:

@@ -40,7 +40,7 @@ class Predictor(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The run and version of the model; None: it is a folder's model, or a swarm gave no version yet, or
+        """The model's run and version; None: it is a folder's model, or a swarm that has used no version yet or
         several."""
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:

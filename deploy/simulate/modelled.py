@@ -56,7 +56,7 @@ class RunLimits:
     steps: int | None = None
     """The number of steps that every stage commits before the run ends; None: as in the spec."""
     steps_after: int = 0
-    """How many steps beyond `steps` nodes may do, so that the last counted step overlaps with others as usual."""
+    """The number of steps that nodes may do beyond `steps`, so that the last counted step overlaps with a next one."""
     seconds: float | None = None
     """The virtual time at which the run ends; None: unlimited."""
     look_every_s: float = 60.0

@@ -37,7 +37,7 @@ class Outcome:
     placement: Placement | None = None
     """The layout; None: the simulated coordinators choose it, or `problem` says why there is none."""
     predicted: Cost | None = None
-    """The cost by the throughput objective, which cannot model a layout that changes during the run; then None."""
+    """The cost by the throughput objective; None: the layout changes in the run, which the objective cannot model."""
     problem: str = ""
     """Why there is no result; empty: the strategy can be simulated."""
     planned_s: float = 0.0
@@ -78,7 +78,8 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float | None
     """The share of time after the warm-up in which devices with a stage do nothing; None: there is no timeline."""
     bound_by: str
-    """Why figures are missing. If none is: the predicted bottleneck or, without a prediction, a summary of events."""
+    """Why figures are missing; if all are there, the predicted bottleneck or, without a prediction, a summary of
+    events."""
     note: str
     """A note on the figures: the run was cut off, or few steps were measured."""
     same_as: str

@@ -19,7 +19,7 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""The runs are compared by their tokens in this many first virtual seconds, or in the whole run if it is shorter."""
+"""The runs are compared by the tokens of their first `WORK_S` virtual seconds, or of all if a run is shorter."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):

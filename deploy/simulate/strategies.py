@@ -66,14 +66,13 @@ class StrategyPatience:
     virtual_s: float
     """The limit in virtual time: `VIRTUAL_TIMES` times as long as the first strategy ran."""
     step_s: float
-    """The first strategy's seconds of a step."""
+    """The seconds that a step of the first strategy takes."""
     real_s: float
     """The limit in seconds of this machine's time."""
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
-        """Return limits for the strategies after `first`; None: `first` has no pace. Args: real_seconds: the least
-        `real_s`."""
+        """Return the limits for later strategies; None: `first` has no pace. Args: real_seconds: the least `real_s`."""
         result = first.result
         if result is None or not math.isfinite(result.step_s):
             return None

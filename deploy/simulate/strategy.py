@@ -22,7 +22,7 @@ class Strategy(Section, frozen=True):
     wire: WireSpec | None = None
     """The wire formats; None: the scenario's."""
     subspace: int | None = None
-    """The numbers a token that stages send each other (`ModelSpec`); 0: no subspace; None: as the scenario says."""
+    """How many numbers stages send each other for a token (`ModelSpec`); 0: no subspace; None: the scenario's."""
     stages: int | None = None
     """The number of stages; None: the scenario's, or else the layout's own choice or default."""
     churn: bool = True

@@ -121,7 +121,7 @@ class SpecKeeper:
         self._spec, self._record = found
         self._hurry = asyncio.Event()
         self.newer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        """Resolves as soon as there is a newer revision than the one in `found`."""
+        """Resolves to a newer revision than that of `found`, as soon as there is one."""
 
     def hurry(self) -> None:
         """Look for a newer revision now, because another peer uses one."""

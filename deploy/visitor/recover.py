@@ -93,8 +93,7 @@ class Situation:
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
-        """Return the peer to make the mandated plan: the first in the ranking for `term` among those that obey
-        `base`."""
+        """Return the peer to make the mandated plan: of those that obey `base`, the first in the ranking for `term`."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return rank(self.base.plan.run, term, willing)[0]
@@ -292,7 +291,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last override epoch that the owner's disk records, since reachable peers may not know it; 0: none."""
+    """Return the last override epoch that the owner's disk records, which reachable peers may not know; 0: none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 _TRIES: Final = 5
-"""How often to try work that needs one version of the model from its beginning to its end."""
+"""The most attempts at work that needs the same model version from its beginning to its end."""
 _KEEP_S: Final = 5.0
 """Seconds without a request after which a small one makes the stages keep the version: lm-eval loads for up to 30 s."""
 
