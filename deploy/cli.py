@@ -55,7 +55,7 @@ class _Group(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """Allows `--dashboard` without a value, which typer cannot express."""
+    """A command that accepts `--dashboard` without a value, which typer cannot express."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_default(args))

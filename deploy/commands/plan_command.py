@@ -132,7 +132,7 @@ def show_plan(what: str, asked: PlanOptions) -> None:
 
 
 def _show_one(planning: _Planning, wishes: Wishes) -> PlanReport:
-    """Print a line on the layout that a rule makes, then the searched layout. Raises: LocalError: none was found."""
+    """Print a line on the layout by a rule, then the searched layout. Raises: LocalError: no layout is possible."""
     request, scenario, console = planning.request, planning.scenario, planning.console
     first = planning.propose("at-once")
     if first.cost_s is not None:

@@ -142,8 +142,7 @@ class ContributionMeter:
 
 
 def _moved(before: _Sample, now: _Sample) -> Iterator[tuple[PeerID, float, float]]:
-    """Yield (peer, bytes sent, bytes received) since `before`. If a count fell, the meter forgot the link and began at
-    0."""
+    """Yield (peer, bytes sent, bytes received) between two samples; a forgotten link's counts restart at 0."""
     for peer, counts in now.traffic.items():
         earlier = before.traffic.get(peer, (0.0, 0.0))
         sent, received = (new - old if new >= old else new for old, new in zip(earlier, counts, strict=True))

@@ -78,7 +78,7 @@ class PeerView(msgspec.Struct, frozen=True):
     """The median seconds of a microbatch's forward, on the last stage of forward and backward; 0: unknown yet."""
     window: int
     share: float
-    """The peer's share of its stage's traffic, in [0, 1]."""
+    """The share of its stage's traffic that the plan gives the peer, in [0, 1]; 0: the peer is a spare."""
     flop_per_s: float
     """The speed that the peer measured on its own device; 0: unknown."""
     is_coordinator: bool

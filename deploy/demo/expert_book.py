@@ -29,7 +29,7 @@ class ExpertFigures(msgspec.Struct, kw_only=True):
 class ExpertBook:
     def __init__(self) -> None:
         self.figures: ExpertFigures | None = None
-        """None: the run does not place experts on single peers."""
+        """The figures up to now; None: the run does not place experts on single peers."""
         self._places: _Places = {}
 
     def see(self, status: SwarmStatus) -> bool:

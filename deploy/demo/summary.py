@@ -45,7 +45,7 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None
     val_loss: float | None
     tokens_per_s: float
-    """The mean rate between the first and the last step."""
+    """The mean tokens/s between the first and the last step."""
     staleness_mean: float
     coordinator_terms: int
     peers: int
@@ -67,12 +67,12 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The number of peers that ended by an error of their own, or did not leave at the end."""
     chaos: ChaosFigures | None
     experts: ExpertFigures | None
-    """None: the run has no experts that are placed on peers."""
+    """The figures of the experts' placement; None: the run does not place experts on single peers."""
     seconds: float
     first_step_s: float | None
-    """The time from the start to the first step."""
+    """Seconds from the demo's start to its first step; None: there was no step."""
     rss_mb_max: Mapping[str, float]
-    """Peer -> peak resident memory without its network daemon, sampled every two seconds."""
+    """Peer -> the largest resident memory in MB, sampled every two seconds, without the peer's network daemon."""
     run: str
     snapshot: str
     sample: str

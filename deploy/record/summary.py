@@ -56,7 +56,7 @@ class Totals:
         tested = record.validations
         best = min(tested, key=lambda line: line.loss, default=None)
         self.validation = (tested[0], tested[-1], best) if best is not None else None
-        """(first, last, best) validation; None: there was none."""
+        """The lines of the first, the last and the best validation; None: the record has no validation."""
         self.tokens = sum(line.tokens for line in steps)
         self.tokens_per_s = statistics.median(paces) if paces else None
         """The median tokens/s over the steps."""
@@ -69,7 +69,7 @@ class Totals:
         self.redone = sum(line.steps for line in record.redone)
         """The number of steps that were done once, and then repeated because the run went back to a snapshot."""
         self.rollbacks = _rollbacks((*steps, *record.redone))
-        """The number of returns to a snapshot."""
+        """How often the run went back to a snapshot."""
         self.given_up = sum(line.given_up for line in steps)
         """The number of microbatches that steps lacked, summed over the groups."""
         self.duplicates = sum(line.duplicates for line in steps)

@@ -123,7 +123,7 @@ class RecordChoice:
     keeps: bool = False
     """True: write a record into the run's folder."""
     wandb: str = ""
-    """The project at Weights & Biases to which the record is also sent; empty: none."""
+    """The project at Weights & Biases to which the record is also sent; empty: it is sent to none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

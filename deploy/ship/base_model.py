@@ -23,7 +23,7 @@ class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` has no model of the base's shape.
 
     Args:
-        near: folders of snapshots. Peers keep base layers in the run folders around these; we look for them there.
+        near: folders of snapshots. The run folders that contain these may have base layers, too, and are searched.
         folder: the user's path of the model; None: search for it.
     """
 

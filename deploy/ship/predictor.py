@@ -40,8 +40,8 @@ class Predictor(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The model's run and version; None: it is a folder's model, or a swarm that has used no version yet or
-        several."""
+        """The run and version of the model; None: it is a folder's model, or a swarm that has answered with no version
+        yet, or with several."""
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
         """Return the sum of the losses, in nats, of all targets but IGNORED ones.

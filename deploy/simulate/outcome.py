@@ -57,7 +57,7 @@ class Outcome:
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an `Outcome`. None: there is no such figure. Rates are measured after the warm-up."""
+    """The figures of an `Outcome`; a field is None if there is no such figure. Rates are measured after the warm-up."""
 
     strategy: str
     layout: str

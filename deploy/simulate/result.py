@@ -79,20 +79,20 @@ class SimResult:
     timeline: tuple[tuple[JobSpan, ...], ...]
     """[N], the jobs of each device by time; empty if no timeline was recorded."""
     busy_s: tuple[float, ...]
-    """[N], the total working time of each device, without probes."""
+    """[N], the seconds for which each device worked in all, speed probes left out."""
     traffic_bytes: npt.NDArray[np.int64]
-    """[N, N], the bytes of all sent frames, row = sender. Requests with their answers do not count."""
+    """[N, N], the bytes of all frames from each device (row) to each other one. Requests and answers do not count."""
     events: tuple[Happened, ...]
     duplicates: int
     """The microbatches that a stage counted twice, summed over all commits and stages."""
     given_up: int
-    """The microbatches that commits left out because of their deadline, summed over all stages."""
+    """The microbatches that commits lacked, summed over all commits and stages."""
     failures: tuple[str, ...]
     """Errors that ended a node, and exceptions of handlers: signs of a bug, or of a run that could not finish."""
     ending: Ending
     trace_hash: str
     first_step_bytes: npt.NDArray[np.int64] | None = None
-    """[N, N], `traffic_bytes` at the first commit; None: not recorded."""
+    """[N, N], the part of `traffic_bytes` up to the first commit; None: it was not recorded."""
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
@@ -110,7 +110,8 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """The median seconds of a step, over `PACE_STEPS` consecutive steps, after the warm-up; NaN: too few steps."""
+        """The seconds of a step: the median over spans of `PACE_STEPS` consecutive steps after the warm-up; NaN: too
+        few steps."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:
             return float("nan")

@@ -59,7 +59,7 @@ def parse_dirt(text: str | None) -> Dirt:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPatience:
-    """The limits that cut off a strategy after the first one, if it is far slower than the first."""
+    """Limits for the strategies after the first one: a strategy that is far slower than the first is cut off."""
 
     name: str
     """The name of the first strategy."""

@@ -19,7 +19,7 @@ _PORT = re.compile(r"^/ip([46])/.*/tcp/([1-9]\d*)$")
 
 
 class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
-    """This peer's kept libp2p ports, and its dashboard's port and key. 0, or an empty key: none is kept yet."""
+    """This peer's kept libp2p ports, and its dashboard's port and key. Port 0 or an empty key: nothing is kept yet."""
 
     ports: dict[str, int] = {}
     """IP version -> libp2p port, as {"4": 43117}. Ports that the user named are not kept."""

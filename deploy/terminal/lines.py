@@ -66,7 +66,7 @@ def trouble(view: View) -> str:
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line per stage with experts: each expert's share of tokens, and number of present and future holders."""
+    """Return a line per stage with experts: each expert's share of the tokens, and how many peers hold or fetch it."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)
