@@ -15,7 +15,8 @@ from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
 EXPERTS_SHOWN = 16
 """The most experts shown per stage; if there are more, the busiest ones are shown."""
 PEERS_SHOWN = 8
-"""The most peers of a stage that each get a row in the table of experts."""
+"""The table of experts has a row for each peer of a stage if the stage has at most this many peers; else no such
+rows."""
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
     ("stage", "left"),
     ("layers", "left"),
