@@ -39,7 +39,7 @@ from shoal.protocol.errors import ShoalError
 
 
 class _Group(TyperGroup):
-    """If a command fails for a known reason, prints one line and no traceback."""
+    """The group of shoal's subcommands. If one fails for a known reason, prints one line and no traceback."""
 
     def invoke(self, ctx: typer.Context) -> Any:  # type: ignore[override]
         try:
@@ -55,7 +55,7 @@ class _Group(TyperGroup):
 
 
 class _Command(TyperCommand):
-    """Allows `--dashboard` without a value, which typer cannot express."""
+    """A command that accepts `--dashboard` without a value, which typer cannot express."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, with_default(args))

@@ -63,7 +63,7 @@ class Children:
 
     def __init__(self, *, on_line: Callable[[Child, bytes], None], on_exit: Callable[[Child, int], None]) -> None:
         self.all: list[Child] = []
-        """The children in the order of their starts. Names may repeat."""
+        """All children started so far, oldest first. Two may have the same name, since a peer can be restarted."""
         self._token = secrets.token_hex(16)
         self._on_line = on_line
         self._on_exit = on_exit

@@ -8,7 +8,7 @@ from shoal.protocol.identity import PeerID
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
 """Matches a peer in the text of a plan's reason: the last eight characters of the peer's identifier stand for it."""
 NAMED_MAX = 3
-"""The most names in a sentence that lists things; the rest are only counted."""
+"""A sentence names at most this many things of a list, and counts the rest (`a, b, c and 2 more`)."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
@@ -48,7 +48,7 @@ def listed(names: Sequence[str], most: int = NAMED_MAX) -> str:
 
 
 def file_name(text: str) -> str:
-    """Return a name as a part of a path: `-` replaces each character that is no letter, digit, `-` or `_`."""
+    """Return a name as one part of a path: each character except letters, digits, `-` and `_` becomes `-`."""
     return "".join(letter if letter.isalnum() or letter in "-_" else "-" for letter in text)
 
 
@@ -61,7 +61,7 @@ def digits(value: float) -> str:
 
 
 def number_of_stages(stages: int | str) -> str:
-    """Format a run's `swarm.stages`: `3 stages`, or a phrase for `auto`."""
+    """Return the run spec's `swarm.stages` in words: `3 stages`, or a phrase for `auto`."""
     if isinstance(stages, str):
         return "as many stages as suit the peers"
     return counted(stages, "stage")

@@ -44,7 +44,7 @@ def _announced(text: str) -> str:
 
 
 def _parsed(text: str) -> tuple[str, str, int]:
-    """Return protocol, host and port; the protocol is empty if the text is no address."""
+    """Return (protocol, host, port) of an address typed by a person; the protocol is empty if `text` is no address."""
     multiaddr, host_port = _MULTIADDR.fullmatch(text), _HOST_PORT.fullmatch(text)
     if multiaddr is not None:
         kind, host, port = multiaddr[1], multiaddr[2], int(multiaddr[3])

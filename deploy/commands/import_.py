@@ -185,7 +185,7 @@ def _comments(made: RunSpec) -> dict[str, str]:
 
 
 def _fitted(made: RunSpec, base: Path) -> RunSpec:
-    """Recompute, for the imported model, the optimizer and training fields that the file `base` leaves to shoal."""
+    """Return the spec `made`, with the optimizer and training fields that `base` leaves out computed for this model."""
     read = {name: msgspec.to_builtins(getattr(made, name)) for name in ("model", "swarm", "initial", "adapter")}
     fitted, _ = convert_spec(read_tables(base) | read, name=str(base))
     return msgspec.structs.replace(made, optimizer=fitted.optimizer, training=fitted.training)

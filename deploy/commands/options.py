@@ -121,7 +121,7 @@ Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Log what happens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanOptions:
-    """The options of `shoal plan` for a network."""
+    """The options that `shoal plan` has for planning a network."""
 
     run: Annotated[
         Path | None,
@@ -217,7 +217,7 @@ def data_source(text: str) -> str:
 
 
 def said_stages(text: str) -> int | str:
-    """Parse `--stages` for `swarm.stages`. Raises: LocalError: it is neither a number of stages nor `auto`."""
+    """Return the value of `--stages`, a number of stages or `auto`. Raises: LocalError: it is neither."""
     if text == AUTO_STAGES:
         return text
     if not text.isdecimal() or not 0 < int(text[:9]) <= STAGES_MAX:
@@ -226,7 +226,7 @@ def said_stages(text: str) -> int | str:
 
 
 def said_parts(text: str) -> tuple[float, ...]:
-    """Parse `--parts`. Raises: LocalError: it is not a list of numbers above 0."""
+    """Parse the comma-separated numbers of `--parts`. Raises: LocalError: it is not a list of numbers above 0."""
     try:
         parts = tuple(float(word) for word in text.split(","))
     except ValueError:

@@ -67,7 +67,7 @@ class _Planning:
 
     @property
     def searched(self) -> LayoutName:
-        """The name of the layout that a search with the objective `aim` makes."""
+        """The name of the layout to search: `ours` for the throughput objective, `dtfm` for the DT-FM objective."""
         return "ours" if self.aim == "throughput" else "dtfm"
 
     def propose(self, name: LayoutName) -> PlanReport:
@@ -132,7 +132,7 @@ def show_plan(what: str, asked: PlanOptions) -> None:
 
 
 def _show_one(planning: _Planning, wishes: Wishes) -> PlanReport:
-    """Print a line on the layout that a rule makes, then the searched layout. Raises: LocalError: none was found."""
+    """Print a line on the layout by a rule, then the searched layout. Raises: LocalError: no layout is possible."""
     request, scenario, console = planning.request, planning.scenario, planning.console
     first = planning.propose("at-once")
     if first.cost_s is not None:

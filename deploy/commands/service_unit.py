@@ -22,9 +22,9 @@ _HERE = Path(__file__).parents[1]
 _SHOAL: Final = Path(sys.executable).parent / "shoal"
 """The path of the `shoal` command in this Python environment: a service does not have our PATH."""
 _OWN_VIEW: Final = "# Its own view of the files:"
-"""The comment in the systemd unit at which the part begins that needs a user namespace."""
+"""The comment in the systemd unit above the lines that hide the user's other files. These need a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
-"""Exit codes of the unit's process if systemd cannot make a namespace: EXIT_USER, EXIT_NAMESPACE."""
+"""Exit statuses of the unit's process if systemd cannot make a user namespace (EXIT_USER, EXIT_NAMESPACE)."""
 _CACHES: Final = {
     "NUMBA_CACHE_DIR": "numba",
     "TRITON_CACHE_DIR": "triton",

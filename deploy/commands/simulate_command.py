@@ -86,7 +86,7 @@ def compare(
 
 
 def _show_arithmetic(table: Rows, scenario: Scenario, chosen: Sequence[Strategy], options: StrategyOptions) -> None:
-    """Print the computed speed of the layout that our rule makes in a second, without the search, which takes 30 s."""
+    """Print the predicted speed of the layout that our planner's rule makes in a second. (Its search takes 30 s.)"""
     ours = next((strategy for strategy in chosen if strategy.layout == "ours"), None)
     if ours is None or scenario.trace is not None:
         return

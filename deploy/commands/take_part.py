@@ -92,8 +92,8 @@ class PartOptions:
     ] = False
 
     def records(self, *, default: bool) -> tuple[bool, str]:
-        """Return (True to keep a record, the Weights & Biases project or empty), each from the command or else the
-        settings. If neither says whether to keep a record, a project or `default` decides.
+        """Return (True to keep a record of the run, the project at Weights & Biases or empty). The command's options
+        override the settings. A project implies a record; if nothing says whether to keep one, `default` decides.
 
         Raises: LocalError: the package for Weights & Biases is missing.
         """
@@ -167,7 +167,7 @@ def continue_(
 class _Asked:
     spec: RunSpec
     choices: tuple[FilledField, ...] = ()
-    """Fields of the spec that a rule filled in, not a person."""
+    """The fields of the spec that the run file leaves out, so that a rule filled them in."""
     known: RunFolder | None = None
     """The folder of the run to continue; None: the run was given by a run file."""
     steps: int | None = None

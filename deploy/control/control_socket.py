@@ -79,7 +79,7 @@ class ControlServer:
             raise LocalError(f"cannot make the control socket {self.path}: {error.strerror or error}") from error
 
     async def try_start(self) -> None:
-        """Open the socket; if the file system has no sockets, only log that and go on."""
+        """Open the socket; if the file system cannot hold sockets, log that and go on without one."""
         try:
             await self.start()
         except LocalError as error:

@@ -43,7 +43,7 @@ class HostVerbs:
         control.on("readmit", self._readmit)
 
     def apply(self) -> None:
-        """Broadcast the current exclusion order, also repeatedly: some peers may have missed it."""
+        """Broadcast the newest exclusion order. Callers repeat this, because some peers may have missed it."""
         if self._book is not None and (order := self._book.order) is not None:
             self._coordination.exclude(order)
 
@@ -93,7 +93,7 @@ class HostVerbs:
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer with the invites, and the names of all excluded members and invites."""
+        """Answer with the invites, and one text (name and end of ID) for each excluded member or invite."""
         book, names = self._needed(), self._names()
         excluded = sorted(self._coordination.core.excluded.keys)
         out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in excluded]

@@ -30,7 +30,7 @@ _USEFUL_S = 24 * 3600
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
-    """One invite of the run. The addresses in it are chosen anew each time that it is printed."""
+    """One invite of the run. Each time that it is printed, the addresses in it are chosen anew."""
 
     key: InviteKey
     made_s: float
@@ -81,7 +81,7 @@ class InviteBook:
 
     @property
     def order(self) -> Exclusion | None:
-        """The signed order that excludes members and revoked invites. None: nothing was ever excluded."""
+        """The owner's signed list of all excluded members and revoked invites. None: nothing was ever excluded."""
         revoked = {invite.key.delegation.key for invite in self.all if invite.revoked}
         came_by = {key: key for key in revoked} | {named.key: named.invite for named in self._file.named}
         readmitted = [named.key for named in self._file.named if named.readmitted]

@@ -77,7 +77,7 @@ class Census:
         return joined, moved, gone
 
     def since_s(self, peer: PeerID) -> float:
-        """Return the time at which the peer came; minus infinity if it came before the first table."""
+        """Return when the peer came, on the clock of `take`; minus infinity if the first table already had the peer."""
         known = self._known.get(peer)
         return known.since_s if known else -float("inf")
 

@@ -34,7 +34,7 @@ LIVE = "/live"
 
 
 class _Errand(NamedTuple):
-    """A connection's present activity (it waits for a request, or is being answered), with the time limit."""
+    """The present activity of a connection (waiting for a request, or being answered), with its time limit."""
 
     connection: H11Protocol
     request: object

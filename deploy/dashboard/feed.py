@@ -57,7 +57,7 @@ CHANGES_SHOWN = 60
 NEW_S = 20.0
 """Seconds for which an arrived peer is shown as new, and a departed peer as gone."""
 _MANY = 4096
-"""Wire formats are compared by the size of a tensor with this many elements."""
+"""The number of elements of a tensor by which the sizes of wire formats are compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,10 @@ class RunFacts:
     steps: int
     num_layers: int
     tokens_per_step: int = 0
-    """0: unknown, because this process does not have the run's spec."""
+    """The tokens of a training step; 0: unknown, because this process does not have the run's spec."""
     tokens_per_microbatch: int = 0
     activation_bytes_per_token: int = 0
-    """Bytes of a token between two stages in the widest format that the run allows for activations."""
+    """The bytes that a token's activation takes between two stages, in the widest format that the run allows."""
     activations: WireFormat = "bf16"
     """The widest format that the run allows for activations."""
 
@@ -88,7 +88,7 @@ class RunFacts:
         )
 
     def activation_bytes(self, status: SwarmStatus | None) -> tuple[float, ...]:
-        """Return, for each of K - 1 stage boundaries, the bytes that one token takes in the live plan's wire format."""
+        """Return [K - 1], the bytes of a token's activation from each stage to the next, in the plan's format."""
         cuts = max(0, len(status.stages) - 1) if status is not None else 0
         forms = status.formats.activations if status is not None and status.formats is not None else ()
         if len(forms) != cuts:  # unknown, or an impossible value from another peer
@@ -127,9 +127,9 @@ class Feed:
         """Changes, oldest first. They name peers by the end of their identifiers, as plans do."""
         self._contributions: dict[PeerID, tuple[float, Contribution]] = {}
         self._told = (0, 0)
-        """(era, steps done) of the newest point; the era is the training generation."""
+        """(era, steps done) of the last point in the curves; the era is the training generation."""
         self._step: StepDone | None = None
-        """The newest `StepDone`, independent of the coordinator's status."""
+        """The newest step that came as a `StepDone`, which the coordinator sends apart from its status."""
         self._is_recorded = False
         """True if the run's record reports every step; then statuses add no points to the curves."""
         self._validation: tuple[int, float] | None = None
@@ -186,7 +186,7 @@ class Feed:
                     self._phase = DONE if report.finished else "left"
 
     def _take_plan(self, plan: Obeys | PlanNote, now_s: float) -> None:
-        """List a plan, and remember the newest. Plans may come twice: in a demo every peer reports each plan."""
+        """Add a plan to the history once (in a demo every peer reports each plan), and remember the newest plan."""
         order = plan.term, plan.sequence
         if order in self._plans_told:
             if isinstance(plan, PlanNote):
@@ -207,8 +207,8 @@ class Feed:
         self._add_change(change)
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
-        """Correct the time and outcome of a listed plan. Of two times keep the earlier: a peer that joins an old plan
-        reports the time of joining. Take the outcome only once a newer plan is known: before that it may change."""
+        """Correct a plan's time and outcome in the history. Keep the earlier of two times: a peer that joins later
+        reports when it joined. Take the outcome only once a newer plan is known: before that it may change."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}
@@ -351,14 +351,14 @@ class Feed:
         )
 
     def _newest_step(self) -> tuple[int, float | None, float]:
-        """Return (steps done, loss, staleness) from the status or a newer `StepDone`, which needs no coordinator."""
+        """Return (steps done, loss, staleness) from the coordinator's status, or from a `StepDone` if that is newer."""
         status, step = self._status, self._step
         if step is not None and (status is None or (step.era, step.step + 1) > (status.era, status.step)):
             return step.step + 1, step.loss, step.staleness_mean
         return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
-        """Return the coordinator's estimate of the seconds left, minus the age of this estimate; None if unknown."""
+        """Return the coordinator's estimate of the seconds to the last step, minus its age; None: unknown."""
         status = self._status
         left_s = status.left_s if status and status.step < status.steps else None
         return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)
@@ -417,7 +417,7 @@ class Feed:
 
 
 def _says(plan: ChangeView, change: ChangeView) -> bool:
-    """True if `plan` names the arrival or departure `change` and was made within half a minute of this change."""
+    """True if the reason of `plan` names the arrival or departure `change`, and the two are less than 30 s apart."""
     return (
         plan.kind == "plan"
         and change.kind in ("joined", "left")

@@ -92,7 +92,7 @@ class Guard:
 
 
 def _netloc(origin: str) -> str:
-    """Return the host and port of an origin; empty, which matches no host, if it has none."""
+    """Return the host and port in an `Origin` header. Empty, which equals no host: the header names none."""
     try:
         return urlsplit(origin).netloc.lower()
     except ValueError:
@@ -101,7 +101,7 @@ def _netloc(origin: str) -> str:
 
 @dataclass(slots=True)
 class Steering:
-    """The page's two actions on a peer, pause and resume; refused until `hand` is called, and always in a demo."""
+    """The page's actions on a peer, pause and resume: refused until `hand` is called, which a demo never does."""
 
     key: str = field(default_factory=lambda: secrets.token_urlsafe(16))
     _acts: dict[str, Act] = field(default_factory=dict)

@@ -15,7 +15,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TRAIN: Sequence[PeerState] = ("training", "light")
 
 Samples = float | None | Sequence[tuple[Mapping[str, str], float | None]]
-"""One value without labels, or a list of (labels, value); a value of None is unknown."""
+"""The samples of one metric: a single value without labels, or (labels, value) pairs. None: the value is unknown."""
 
 
 def render_metrics(view: View) -> str:

@@ -50,7 +50,7 @@ def links(
 
 
 def expert_views(status: SwarmStatus) -> tuple[ExpertView, ...]:
-    """Return the experts in the table's order. Impossible entries are left out, since another peer wrote the table."""
+    """Return the experts in the table's order. Impossible entries are left out: another peer made the table."""
     shown = [told for told in status.experts if 0 <= told.stage < len(status.stages)]
     counts = [0] * len(status.stages)
     loads = [0.0] * len(status.stages)

@@ -16,7 +16,7 @@ PeerState = Literal["training", "light", "fetching", "paused", "draining", "sile
 
 
 def peer_state(peer: PeerStatus) -> PeerState:
-    """Return a peer's state; if several states apply, the worst."""
+    """Return a peer's state; if several states apply, the most serious one."""
     if peer.seen_s_ago > 3.0:
         return "silent"
     if peer.paused_s is not None:
@@ -70,15 +70,15 @@ class PeerView(msgspec.Struct, frozen=True):
     stage: int | None
     state: PeerState
     version: int
-    """The number of steps that the peer's weights have taken; -1: unknown yet."""
+    """The model version of the peer's weights, in optimizer steps; -1: unknown yet."""
     seen_s_ago: float
     paused_s: float | None
     """How long the peer has been paused; None: it is not."""
     forward_s: float
-    """The median time of a microbatch's forward (last stage: and backward); 0: unknown yet."""
+    """The median seconds of a microbatch's forward, on the last stage of forward and backward; 0: unknown yet."""
     window: int
     share: float
-    """The peer's share of its stage's traffic, in [0, 1]."""
+    """The share of its stage's traffic that the plan gives the peer, in [0, 1]; 0: the peer is a spare."""
     flop_per_s: float
     """The speed that the peer measured on its own device; 0: unknown."""
     is_coordinator: bool
@@ -87,7 +87,7 @@ class PeerView(msgspec.Struct, frozen=True):
     shortages: int = 0
     """How often the peer's memory was too small for its plan."""
     light: tuple[int, int] | None = None
-    """(layers with state, layers of its stage) of a learner, which trains with weights while its state downloads."""
+    """(layers with state, all layers of its stage) of a peer that trains while optimizer state arrives; else None."""
 
 
 class GoneView(msgspec.Struct, frozen=True):
@@ -124,7 +124,7 @@ class ExpertView(msgspec.Struct, frozen=True):
 
 
 class ChangeView(msgspec.Struct, frozen=True):
-    """One line of the run's history."""
+    """One line of the run's history: a plan, an arrival, a departure or a note."""
 
     at_s: float
     """Seconds since 1970, on this machine's clock."""
@@ -135,7 +135,7 @@ class ChangeView(msgspec.Struct, frozen=True):
     term: int = 0
     coordinator: str = ""
     outcome: str = ""
-    """The predicted and the actual speed of a plan's layout, once the plan has a successor."""
+    """The predicted and the actual speed under a plan, in words; empty until the next plan is in force."""
 
 
 class LimitedBy(msgspec.Struct, frozen=True):
@@ -146,7 +146,7 @@ class LimitedBy(msgspec.Struct, frozen=True):
 
 
 class MineView(Given, frozen=True, kw_only=True):
-    """One peer's contribution, as a part of the run's work."""
+    """The contribution of one peer, measured by itself, and its share of the run's work."""
 
     limited_by: LimitedBy
     tokens_per_s: float
@@ -180,10 +180,10 @@ class View(msgspec.Struct, frozen=True):
     foreseen: str
     """A sentence on the present layout: its predicted speed, actual speed and bottleneck; empty: unknown."""
     formats: str
-    """The live plan's wire formats, in words; empty: unknown, or the run leaves no choice."""
+    """The wire formats of the plan in force, in words; empty: unknown, or the run allows only one choice."""
     foreseen_tokens_per_s: float | None
     seen_tokens_per_s: float | None
-    """The median recent tokens/s with the present layout, standstills left out; None: too few steps."""
+    """The median tokens/s of recent steps under the present layout, standstills left out; None: too few steps."""
     staleness_steps_mean: float
     now_s: float
     """Seconds since 1970, on this machine's clock."""
@@ -205,11 +205,11 @@ class View(msgspec.Struct, frozen=True):
     gone: tuple[GoneView, ...]
     links: tuple[LinkView, ...]
     flows: tuple[float, ...]
-    """Bytes/s between each stage and the next: activations forward plus gradients back."""
+    """Bytes/s between each stage and the next: the activations sent forward plus the gradients sent back."""
     experts: tuple[ExpertView, ...]
     mine: MineView | None
     others: tuple[MineView, ...]
-    """Contributions of the other peers that report to this process: in a demo all peers, else none."""
+    """The contributions of other peers that report to this process: in a demo of all peers, elsewhere of none."""
     changes: tuple[ChangeView, ...]
 
 

@@ -49,9 +49,9 @@ class Act:
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
-    """Yield faults in order of time, without end: a kill at every multiple of `kill_every_s`, and one suspension,
-    half-way between the first and second kill or between the second and third. The first or second kill hits the
-    coordinator. `rng` draws both alternatives."""
+    """Yield faults by time, without end: a kill at every multiple of `kill_every_s`, and one suspension, half-way
+    between the first and second kill or the second and third. The first or the second kill hits the coordinator. `rng`
+    draws which of the two it is in both cases."""
     coordinator_turn = 1 + rng.randrange(2)
     suspension_turn = 1 + rng.randrange(2)
     turn = 0
@@ -103,8 +103,8 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
 
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
-    """Return (member to kill, the busiest expert): a holder of this expert that the run can lose, the coordinator only
-    if there is no other. None: loads are unknown, or there is no such holder.
+    """Return (member to kill, busiest expert). The member holds this expert, and the run can lose it; it is the
+    coordinator only if no other fits. None: the loads are unknown, or the run can lose no holder.
 
     Args: status: the swarm's status, under the newest plan; now_s: the present time in `time.monotonic()`.
     """
@@ -172,7 +172,7 @@ class Chaos:
         self._chronicle.take_fault(FaultLine(kind="return" if act.comes_back else "start", peer=newcomer.name))
 
     async def _victim(self, act: Act) -> tuple[CrewMember, SwarmStatus]:
-        """Wait until the run can lose a peer that suits `act`. Return this peer and the status used."""
+        """Wait until the run can lose a peer that suits `act`. Return (this peer, the swarm's status that shows it)."""
         while True:
             status = self._chronicle.status
             if status is not None:

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
     from shoal.deploy.dashboard.server import Dashboard
 
 _RECENT_STEPS = 17
-"""The number of newest steps from which tokens/s are computed."""
+"""Tokens/s are computed from this many of the newest steps."""
 _STEP_PATIENCE_S = 8.0
-"""Seconds that a step waits for a missing report: a group with a killed member reports only after five seconds."""
+"""Seconds to wait for the last reports of a step: a group with a killed member reports only after five seconds."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
 """A peer to kill is chosen only once the plan is this many seconds old: a second plan often follows the first at once
@@ -160,7 +160,7 @@ class Chronicle:
             self._dashboard.take(Note(text=text))
 
     def tell_steps(self, *, flush: bool = False) -> None:
-        """Show and record the steps that are complete or have waited too long; with `flush` the other steps too."""
+        """Show and record the steps that have all reports or have waited too long for them; with `flush` all steps."""
         for at_s, step in self._book.due(time.monotonic(), flush=flush):
             self._tell_step(at_s, step)
 
@@ -218,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Take a plan unless it is old: every peer reports every plan, and a restarted peer begins with an old one."""
+        """Note a plan unless it is old: every peer reports each plan, and a restarted peer first reports an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):

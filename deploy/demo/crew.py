@@ -29,7 +29,7 @@ class CrewMember:
     invite: str = ""
     """An invite with the peer's own address; empty: it has not joined yet."""
     obeys: bool = False
-    """True once the peer has reported a plan."""
+    """True once the peer has reported that it follows a plan."""
     killed: bool = False
     """True if the demo killed this process: its end is no error."""
     dismissed: bool = False
@@ -80,7 +80,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._parts = parts
         self._shares: dict[str, float] = {}
-        """Name -> share of one core's time that the peer may use."""
+        """Peer's name -> the part of one core's time that the peer may use."""
 
     @property
     def peers_folder(self) -> Path:
@@ -154,7 +154,7 @@ class Crew:
             await leftovers.clear(folder)
 
     async def open_to_all(self) -> None:
-        """Let the host make an invite for any number of peers: killed peers would use up a limited number."""
+        """Let the host make an invite without a limit of machines: killed peers would use up a limited number."""
         made = await asyncio.to_thread(ask, self.peers_folder / self.members[0].child.name, "invite-new")
         self.invite = str(made["invite"])
         self._key = parse_invite(self.invite).key

@@ -34,7 +34,7 @@ _SAMPLER = "sampler"
 _END_S = 30.0
 """How long the demo waits at the end until all children have written their last snapshots and left."""
 _EVERYWHERE = DataSpec()
-"""The default source of text, which needs no file: every machine has this text."""
+"""The default text of a run, for which no file is needed: every machine has it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +153,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults after the first step; if the demo's time is limited, end early enough for a recovery."""
+        """Cause faults after the first step; in a demo of limited time, stop early enough for a last recovery."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return

@@ -16,11 +16,11 @@ class ExpertFigures(msgspec.Struct, kw_only=True):
     """Figures about the placement of experts."""
 
     placements: int = 0
-    """The number of plans that moved some expert; the first plan does not count."""
+    """The number of plans, the first one not counted, under which some expert got other holders."""
     copies: int = 0
     """The number of copies of experts that peers had to fetch because plans moved experts."""
     holders_min: int
-    """The fewest holders of an expert in any plan."""
+    """The smallest number of holders that any expert had in any plan."""
     holders_max: int = 0
     load_max: float | None = None
     """The load of the busiest expert at the end, relative to an even share."""
@@ -29,7 +29,7 @@ class ExpertFigures(msgspec.Struct, kw_only=True):
 class ExpertBook:
     def __init__(self) -> None:
         self.figures: ExpertFigures | None = None
-        """None: the run does not place experts on single peers."""
+        """The figures up to now; None: the run does not place experts on single peers."""
         self._places: _Places = {}
 
     def see(self, status: SwarmStatus) -> bool:

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Sequence
 
 WINDOW_STEPS = 6
-"""Speed is averaged over this many steps: about every tenth step also validates, and takes half as long again."""
+"""Speed is averaged over this many steps: about every tenth step also validates, and takes 1.5 times as long."""
 PACE_SHARE = 0.9
 """A run has recovered from a fault once its speed is at least this share of the speed before the fault."""
 BEFORE_STEPS = 30
@@ -61,5 +61,5 @@ def lost_s(times_s: Sequence[float], fault_s: float) -> float | None:
 
 
 def _windows_s(times_s: Sequence[float]) -> list[float]:
-    """Return the seconds from each step to the `WINDOW_STEPS`-th step after it."""
+    """Return, for each step, the seconds that the next `WINDOW_STEPS` steps took together."""
     return [end_s - begin_s for begin_s, end_s in zip(times_s, times_s[WINDOW_STEPS:], strict=False)]

@@ -21,7 +21,7 @@ _Key = tuple[int, int]  # (era, step)
 class _Open:
     at_s: float
     passed_s: float | None = None
-    """When it became certain that every stage had committed the step."""
+    """When it became certain that every stage had committed the step; None: it is not certain yet."""
     reports: dict[int, CommitReport] = field(default_factory=dict)
     told: StepDone | None = None
 
@@ -40,18 +40,18 @@ class StepBook:
         self._lead_steps = lead_steps
         self._patience_s = patience_s
         self._reached: dict[int, _Key] = {}
-        """Stage -> its newest reported step."""
+        """Stage -> (era, number) of the newest step that the stage's members have reported."""
         self._open: dict[_Key, _Open] = {}
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Microbatches in the groups' commits, summed over the groups; one that a group added twice counts as two."""
+        """Microbatches in the commits of all groups. One that a group added twice counts as two."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
 
     def obey(self, era: int, *, begins: int, num_stages: int) -> None:
-        """Record the era (training generation) of a plan. A child reports a plan before it commits steps under it.
+        """Note the era (training generation) of a plan. A child reports a plan before it commits steps under it.
 
         Args: begins: the era's first step.
         """
@@ -79,7 +79,7 @@ class StepBook:
                 waiting.passed_s = now_s
 
     def tell(self, told: StepDone, now_s: float) -> None:
-        """Take a coordinator's report of a step."""
+        """Take the coordinator's report that a step is committed."""
         entry = self._entry((told.era, told.step), now_s)
         if entry is not None and entry.told is None:
             entry.told = told
@@ -87,8 +87,8 @@ class StepBook:
                 entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
-        """Return (time of the last report, step) for each complete or overdue step, in order. If a stage's report is
-        missing, use the coordinator's report of the step.
+        """Return (time of the last report, step) of each step that is complete or overdue, in order. The coordinator's
+        report of the step stands in for a missing report of a stage.
 
         Args: flush: no more reports will come, so also return steps that have only the last stage's report, which has
         the loss, or only the coordinator's.

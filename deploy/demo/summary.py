@@ -26,10 +26,10 @@ class ChaosFigures(msgspec.Struct, frozen=True, kw_only=True):
     recovery_s: Sequence[float]
     """Seconds until the run had recovered (`pace.recovery_s`), for each kill from which it recovered, ascending."""
     recovery_s_median: float | None
-    """The median of seconds until recovery over all kills with enough steps before and after them. A kill without a
+    """The median recovery time in seconds over all kills with enough steps before and after them, where a kill without
     recovery counts as infinite. None: the median is infinite, or there are no such kills."""
     lost_s_max: float | None
-    """Seconds of work that the costliest kill lost (`pace.lost_s`); None: unknown, or the run did not recover."""
+    """Seconds of work lost (`pace.lost_s`) by the kill that lost most; None: unknown, or the run did not recover."""
     unrecovered: int
     """Kills from which the run did not recover although enough steps followed."""
     left_behind: int
@@ -45,34 +45,34 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     loss_last: float | None
     val_loss: float | None
     tokens_per_s: float
-    """The mean rate between the first and the last step."""
+    """The mean tokens/s between the first and the last step."""
     staleness_mean: float
     coordinator_terms: int
     peers: int
     rollbacks: int
     duplicates: int
-    """Microbatches added twice by a stage, summed over all stages."""
+    """Microbatches that a stage added twice to a step's gradient, summed over all stages."""
     duplicates_share: float
-    """`duplicates` as a share of all added microbatches."""
+    """`duplicates` divided by the number of all added microbatches."""
     given_up: int
-    """Microbatches left out of a commit at its deadline, summed over all stages."""
+    """Microbatches that a commit left out because its deadline came first, summed over all stages."""
     dissenting: int
-    """How often a member's weights differed from those of its group after a commit."""
+    """How often the weights of one member differed, after a commit, from those of its group."""
     stall_s_max: float
     """The longest time between two committed steps; the end of an unfinished run counts as a step."""
     step_s_median: float | None
     validations: Mapping[int, float]
     """Model version -> validation loss."""
     failed: int
-    """Peers that failed by themselves, or did not leave at the end."""
+    """The number of peers that ended by an error of their own, or did not leave at the end."""
     chaos: ChaosFigures | None
     experts: ExpertFigures | None
-    """None: the run has no experts that are placed on peers."""
+    """The figures of the experts' placement; None: the run does not place experts on single peers."""
     seconds: float
     first_step_s: float | None
-    """The time from the start to the first step."""
+    """Seconds from the demo's start to its first step; None: there was no step."""
     rss_mb_max: Mapping[str, float]
-    """Peer -> peak resident memory without its network daemon, sampled every two seconds."""
+    """Peer -> the largest resident memory in MB, sampled every two seconds, without the peer's network daemon."""
     run: str
     snapshot: str
     sample: str
@@ -133,7 +133,6 @@ class DemoRecord:
         self.run = ""
         self.finished = False
         self.val_loss: float | None = None
-        """The newest validation loss."""
 
     def add(self, step: StepDone, at_s: float) -> None:
         if self.first is None:
@@ -152,7 +151,7 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Note term, step and validation loss of a status, which comes even if a stage has no child of ours."""
+        """Note term, step and validation loss of a status. It has them even for stages without a child of ours."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:

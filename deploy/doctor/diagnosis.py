@@ -170,7 +170,7 @@ def _network_problems(findings: Findings) -> Iterator[Problem]:
 
 
 def _nobody_answers(network: NetworkFound) -> Problem:
-    """Return why no address of the invite leads to a peer: the reason at the address that came closest to success."""
+    """Return why no address of the invite leads to a peer, judged by the address that came closest to success."""
     by_dial = {dial: [address for address in network.addresses if address.dial is dial] for dial in Dial}
     if answering := by_dial[Dial.ANSWERS]:
         return Problem(
@@ -242,7 +242,7 @@ def _is_private(address: AddressFound) -> bool:
 
 
 def _run_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Check the protocol version, the run, this invite, the spec, and that the run has only one swarm."""
+    """Yield problems with protocol version, run, invite and spec, and one if the run has two swarms."""
     invite = findings.invite
     if invite is None or not reached:
         return

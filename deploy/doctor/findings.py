@@ -1,7 +1,7 @@
 """Defines the doctor's findings as plain values, so that tests can diagnose any combination. `Problem` is a fault
 concluded from findings.
 
-In a finding None always means not examined or unknown; no fault is concluded from None.
+A finding of None means that the fact was not examined or is unknown; no fault is concluded from None.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +27,7 @@ class Dial(Enum):
     """Our own network has no route to the address."""
     NO_NAME = "no name"
     UNTRIED = "untried"
-    """No connection was tried: the address is not TCP, for example over a relay."""
+    """No TCP connection was tried: the address does not use TCP, or leads over a relay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,14 +36,13 @@ class AddressFound:
 
     peer: PeerID
     host: str
-    """An IP address or a name."""
     port: int
     dial: Dial
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of a peer that the invite names. Peers that TCP connections show to be down are not asked."""
+    """The answers of a peer that the invite names. The peer is not asked if TCP connections show that it is down."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -55,9 +54,9 @@ class PeerFound:
     called_back: bool | None = None
     """True if the peer could connect to our port."""
     speaks: bool = False
-    """False if another peer's key answered at the address; true if this peer's key answered, or no key."""
+    """True if the peer's own key answered at the address, or no key did; false if another peer's key answered."""
     mute: str = ""
-    """The network's reason why the peer gave no answer; empty: it answered."""
+    """Why the network got no answer from the peer; empty: the peer answered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,11 +74,11 @@ class NetworkFound:
     addresses: tuple[AddressFound, ...] = ()
     peers: tuple[PeerFound, ...] = ()
     statuses: tuple[SwarmStatus, ...] = ()
-    """The answers of several peers of the run, to compare."""
+    """The run's status from each of several peers. If two of these differ, the run may have two swarms."""
     refused: str = ""
-    """Why the run's peers refuse a holder of the invite; empty: they do not refuse, or were not asked."""
+    """Why the run's peers refuse everybody with this invite; empty: they do not refuse, or were not asked."""
     record_found: bool | None = None
-    """True if the directory has the run's spec."""
+    """True if the run's spec is stored in the run's directory (a DHT)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,10 +88,10 @@ class GpuFound:
     present: bool | None = None
     """True if the PCI bus has an NVIDIA GPU."""
     driver: str | None = None
-    """The kernel driver's version; empty: not loaded."""
+    """The version of the loaded NVIDIA kernel driver; empty: none is loaded."""
     torch_version: str | None = None
     torch_cuda: str | None = None
-    """The CUDA version that torch was built for; empty: none."""
+    """The CUDA version for which torch was built; empty: torch was built without CUDA."""
     torch_error: str = ""
     """torch's error on import or on starting CUDA."""
     usable: int | None = None
@@ -121,7 +120,7 @@ class Findings:
 
 
 Side = Literal["you", "host", "nobody"]
-"""The side that can fix a fault: the doctor's user; the run's host or the invite's sender; nobody in particular."""
+"""The side that can mend a fault: the user of this machine, the run's host (or the invite's sender), or nobody."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):

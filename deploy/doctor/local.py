@@ -81,7 +81,7 @@ def nvidia(root: Path = Path("/")) -> tuple[bool | None, str | None]:
 
 
 def disk(folder: Path) -> tuple[int | None, str]:
-    """Return (free bytes, write error or "") of the disk that holds `folder`; the folder may be missing."""
+    """Return (free bytes of the disk with `folder`, why `folder` cannot be written or ""); `folder` may be missing."""
     there = folder
     while not there.exists() and there != there.parent:
         there = there.parent

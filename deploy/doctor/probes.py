@@ -45,7 +45,7 @@ _WORTH_ASKING = (Dial.ANSWERS, Dial.UNTRIED)
 async def examine(
     invite: Invite | None, *, folder: Path, wants_cuda: bool, listen: Sequence[str], more: Sequence[str]
 ) -> Findings:
-    """Examine machine and network in parallel: importing torch is slow, and so is waiting for a dead address.
+    """Examine machine and network at the same time: importing torch is slow, and so is waiting for a dead address.
 
     Args:
         listen: multiaddrs on which the peer listens or will listen; the port is tested.
@@ -58,7 +58,7 @@ async def examine(
 
 
 async def examine_network(invite: Invite | None, *, listen: Sequence[str], more: Sequence[str] = ()) -> NetworkFound:
-    """Try the invite's addresses. If one may lead to a peer, or there is no invite, start a daemon and ask peers.
+    """Dial the invite's addresses. If one may lead to a peer, or there is no invite, start a daemon and ask peers.
 
     Args: listen: multiaddrs, to test their ports; more: addresses of other known peers of the run.
     """
@@ -81,7 +81,7 @@ async def examine_network(invite: Invite | None, *, listen: Sequence[str], more:
 async def _ask_around(
     found: NetworkFound, invite: Invite | None, listen: Sequence[str], more: Sequence[str]
 ) -> NetworkFound:
-    """Start a network daemon and question the invite's peers; if any is in the run, also get statuses and the spec."""
+    """Start a network daemon and question the invite's peers. If one is in the run, fetch statuses and the spec."""
     run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
     async with contextlib.AsyncExitStack() as stack:
         folder = await stack.enter_async_context(visiting())

@@ -23,7 +23,7 @@ class Question(NamedTuple):
     default: str
     """The answer that Enter selects, as typed text."""
     hint: str
-    """The reply to an invalid answer."""
+    """The text to show if the owner's answer is invalid."""
 
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:

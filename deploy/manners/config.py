@@ -66,7 +66,7 @@ def as_toml(settings: Settings) -> str:
 
 @cache
 def meanings() -> dict[str, str]:
-    """Return a dict from each setting's name to its docstring."""
+    """Return {name of a setting: its docstring}, for `shoal config show` and the comments in the file."""
     found = {}
     for module, owner in ((limits_module, Limits), (sys.modules[__name__], RecordSettings)):
         tree = ast.parse(inspect.getsource(module))
@@ -92,7 +92,7 @@ def set_one(name: str, text: str) -> Settings:
 
 
 def unset_one(name: str) -> Settings:
-    """Remove `name` from the file. Returns: the settings from now on. Raises: LocalError: no such setting."""
+    """Remove setting `name` from the file. Returns: the settings from now on. Raises: LocalError: no such setting."""
     table, text = _table_of(name), _read()
     return _write(_with_line(text, None, name, table=table)) if text is not None else Settings()
 
@@ -149,7 +149,7 @@ def _decode(text: str) -> Settings:
 
 
 def _with_line(text: str, line: str | None, name: str, *, table: str) -> str:
-    """Replace the line that sets `name` by `line`; if `line` is None, remove the old line."""
+    """Return the file's text with `line` in place of the line that sets `name`; None: without that line."""
     lines, new = text.splitlines(), [] if line is None else [line]
     begin = next((i for i, old in enumerate(lines) if re.match(rf"\s*\[\s*{table}\s*\]", old)), None)
     if begin is None and line is None:

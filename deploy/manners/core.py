@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 QUIET_S = 60.0
-"""Seconds for which the device counts as busy after other programs used it: programs pause between two jobs."""
+"""Seconds for which the device still counts as busy after other programs used it: programs pause between two jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Manners:
 
     @property
     def unknowable(self) -> tuple[str, ...]:
-        """Sentences that tell the owner which limits we cannot keep because the machine does not report its own use."""
+        """Sentences for the owner about limits that we cannot keep, because the machine does not report its own use."""
         if not self.limits.only_when_idle or self._seen is None:
             return ()
         found = []

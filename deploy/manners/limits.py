@@ -94,7 +94,7 @@ _UNITS = {
 }
 """Limit -> the unit that may follow its number, in lower case."""
 MBIT_S_MIN = 0.1
-"""The lowest limit of a rate: it is enough for a heartbeat and a few votes a second."""
+"""The lowest limit of a rate in Mbit/s: enough for a heartbeat and a few votes a second."""
 
 
 def with_overrides(limits: Limits, overrides: list[str]) -> Limits:

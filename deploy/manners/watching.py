@@ -55,8 +55,8 @@ class ProcessorUse:
         self._before = self._now()
 
     def others_share(self) -> float | None:
-        """Return the share of all processors, in [0, 1], that other programs used since the last call; None: no time
-        passed."""
+        """Return the share of all processors, in [0, 1], that other programs used since the last call; None: the clock
+        shows no time since then."""
         before, now = self._before, self._now()
         self._before = now
         whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))

@@ -103,7 +103,7 @@ class NodePorts:
     compute: Compute
     clock: Clock
     disk: Disk | None
-    """Keeps obeyed plans and snapshots in the run's folder; None: nothing is kept."""
+    """Keeps the plans that this peer obeyed and its snapshots, in the run's folder; None: nothing is kept."""
     rng: random.Random
     device: ComputeDevice = _CPU
     memory_bytes: int | None = None
@@ -125,7 +125,7 @@ class NodeListeners:
     on_plan: Callable[[SignedPlan], None] = ignore
     """Called for every plan that this peer obeys."""
     on_commit: Callable[[CommitReport], None] = ignore
-    """Called for every commit of this peer's groups, even if another member reports it to the coordinator."""
+    """Called for every commit of this peer's groups, also if another member reports that commit to the coordinator."""
     on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
     """Called with (group, state) after this peer has stepped or loaded the state of one of its groups."""
@@ -167,7 +167,7 @@ class Node:
         self.owner = run.owner
         self.run = run.id
         self.past = Past(clock)
-        """The run's commits that this peer remembers."""
+        """The commits of the run that this peer remembers, for other peers' records."""
         incarnation = next_incarnation(disk, PurePosixPath(self.run) / "incarnation", wall_s=clock.wall_s())
         self.links = LinkMeter(clock)
         """Measures the traffic with each other peer."""
@@ -273,7 +273,7 @@ class Node:
 
     @property
     def _is_left_behind(self) -> bool:
-        """True if our stage has committed the last step and no peer answers any more."""
+        """True if our stage has committed the last step, and no peer has answered for a long time."""
         replica = self.peer.replica
         at_the_end = replica is not None and replica.version == self.spec.training.steps
         return at_the_end and self.coordination.silence_s > 20.0 * self.spec.swarm.heartbeat_s
@@ -305,5 +305,5 @@ class Node:
         self.peer.obey(plan, predecessor=before)
 
     async def status(self) -> SwarmStatus:
-        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: no status came."""
+        """Ask the coordinator for the swarm's status. Raises: Unreachable, Refused, RemoteError: no answer came."""
         return await self.coordination.ask_status()

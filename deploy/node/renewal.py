@@ -26,7 +26,7 @@ _LOOK_S = 60.0
 
 
 def take_kept(members: Members, disk: Disk, me: PeerID) -> None:
-    """Load the certificate kept on `disk` into `members`, if the certificate belongs to the current invite."""
+    """Load this peer's certificate from `disk` into `members`, if it was issued for the invite that we have now."""
     with suppress(OSError, RemoteError):
         members.take_renewed(disk.read(PurePosixPath(members.run, FILE_NAME)), me)
 
@@ -54,7 +54,8 @@ class Renewal:
                     await asyncio.sleep(600.0)
 
     async def ask(self) -> None:
-        """Ask for a certificate once. Raises: Unreachable, Refused, RemoteError: none came; OSError: the disk fails."""
+        """Ask for a certificate once. Raises: Unreachable, Refused, RemoteError: no certificate came; OSError: the disk
+        fails."""
         members, me = self._members, self._endpoint.peer_id
         certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
         members.take_renewed(certificate, me)

@@ -29,7 +29,7 @@ REACHED: Final = 0.4
 KEPT_BYTES: Final = 1.0e9
 """The memory of a GPU that the model cannot use: the driver, torch's kernels and the desktop take it."""
 IN_FLIGHT: Final = 4
-"""The microbatches that a stage is assumed to hold between forward and backward, while they are in later stages."""
+"""The number of microbatches of which a stage is assumed to keep activations, while they are in later stages."""
 LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
 CONTEXTS: Final = (2_048, 8_192)
 
@@ -60,7 +60,7 @@ CARDS: Final = (
 
 
 class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one GPU type for one model. Optional figures are null if no number of such GPUs holds it."""
+    """Figures of one GPU type with one model. Some are null if no number of these GPUs holds the model."""
 
     card: str
     layers: int
@@ -68,13 +68,13 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
-    """The rate of a pipeline of these GPUs, if nothing but the speed of the GPUs limits it."""
+    """The tokens/s of a pipeline of `cards` such GPUs, limited by nothing but their speed."""
     up_mbit_s: float | None = None
-    """The rate at which each GPU sends to both neighbours together; null if one GPU holds the whole model."""
+    """The upload of each GPU to both neighbours together at `tokens_per_s`; null if one GPU holds the whole model."""
     fetch_gb: float | None = None
     """A newcomer's largest download before its first microbatch: a stage's weights, moments, or adapters and base."""
     fetch_minutes: tuple[float, ...] | None = None
-    """The minutes to download `fetch_gb` at each rate of `LINES_MBPS`."""
+    """The minutes that `fetch_gb` takes at each download rate of `LINES_MBPS`."""
 
 
 class CardsTable(msgspec.Struct, frozen=True, kw_only=True):

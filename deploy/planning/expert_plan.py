@@ -30,23 +30,23 @@ SLOTS_MAX = 100_000
 
 class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     slots: tuple[int, ...]
-    """Node -> number of slots."""
+    """The number of slots of each node; a slot has room for one replica of an expert."""
     loads: tuple[float, ...]
-    """Expert -> load, in any unit."""
+    """The load of each expert, in any unit: only the ratios count."""
     failure_probability: tuple[float, ...] | None = None
-    """Node -> probability of failure; null: the same for all nodes."""
+    """Each node's probability of failure; null: the same for all nodes."""
     min_replicas: int = 2
-    """The least number of different nodes that hold each expert: with fewer failures no expert is lost."""
+    """The least number of different nodes that hold each expert. Fewer node failures than this lose no expert."""
 
 
 class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     """The placement of the experts with its figures, as `--json` prints it."""
 
     replicas: tuple[int, ...]
-    """Expert -> number of replicas."""
+    """The number of replicas of each expert."""
     placement: tuple[tuple[int, ...], ...]
-    """Node -> experts in its slots. A node with an expert in two slots stores the expert once, and does two shares
-    of its work."""
+    """The experts in the slots of each node. If an expert is in two slots of a node, the node stores it once, and does
+    two shares of its work."""
     recovery_probability: float
     """The probability that no expert loses all its nodes, exactly or as a lower bound. If the file gives no
     probabilities, each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
@@ -54,11 +54,11 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     loss_probability: float
     """1 - `recovery_probability`, without the rounding error of this subtraction."""
     recovery_by_failures: tuple[float, ...] | None
-    """k -> probability that no expert is lost if k random nodes fail; null: too many nodes to count all cases."""
+    """k -> probability that k random node failures lose no expert; null: too many combinations to count."""
     busiest_replica_load_ratio: float
-    """The load of the busiest replica, divided by the mean load of a slot."""
+    """The largest load of a replica, divided by the mean load of all slots."""
     busiest_node_load_ratio: float
-    """The busiest node's load per slot, divided by that of all nodes, if replicas share the tokens in the best way."""
+    """The busiest node's load per slot, divided by that of all nodes; replicas share the tokens in the best way."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:

@@ -29,16 +29,16 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     """The user's goal and price."""
 
     tokens: float | None = None
-    """The goal given on the command line, in tokens; None: the run's goal."""
+    """The goal in tokens from the command line; None: the user gave none, so the run's goal counts."""
     steps: int | None = None
-    """The number of steps that the run file sets; None: it sets none, and a goal is assumed."""
+    """The number of steps in the run file; None: the file has none, so a goal is assumed."""
     price_kwh: float | None = None
     """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
 
 
 def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str, bool]:
-    """Return (goal in tokens, reason for the goal, True if the goal is assumed). The goal comes from the command line,
-    or else from the run's explicit number of steps, or else is assumed.
+    """Return (goal in tokens, where the goal comes from, True if it is assumed). A goal on the command line counts
+    first, then the run's explicit number of steps, then an assumption.
 
     The assumed goal is 20 tokens a parameter for training from scratch. A run that begins with trained weights needs
     fewer tokens: those of the default number of steps.
@@ -56,11 +56,11 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one member of a class. A region's devices are a class; without regions, each device is a class."""
+    """The figures of one member of a class. The devices of a region are a class; without regions, each device is."""
 
     name: str
     members: int
-    """The number of members of the class that hold a stage."""
+    """How many members of the class hold a stage."""
     up_gb_month: tuple[float, float]
     """The least and the largest upload of a member, in 10^9 bytes in `DAYS_A_MONTH` days."""
     down_gb_month: tuple[float, float]
@@ -175,7 +175,7 @@ def said_days(days: float) -> str:
 
 
 def said_gigabytes(span: tuple[float, float]) -> str:
-    """Return a range of gigabytes in words: `1,200` or `1,200 to 3,400`."""
+    """Format (least, largest) gigabytes: `1,200 to 3,400`, or `1,200` if they are equal."""
     least, most = (f"{value:,.0f}" if value >= 10.0 else f"{value:.2g}" for value in span)
     return least if least == most else f"{least} to {most}"
 

@@ -35,7 +35,7 @@ class LayoutRequest:
     """The number of stages; None: the layout chooses."""
     seed: int = 0
     seconds: float = 1.0
-    """The length of a search in seconds of one core. It is converted to an amount of work, not timed."""
+    """How long a search may take on one core. It is converted to an amount of work, so that results do not vary."""
 
     @property
     def objective(self) -> ThroughputObjective:
@@ -60,15 +60,15 @@ class LayoutRequest:
 
     @property
     def work(self) -> int:
-        """The amount of search work for `seconds`. No machine on which we measured took longer than `seconds`."""
+        """The amount of work that the search may do. Every machine that we measured did it within `seconds`."""
         from shoal.coordinator.allocate.evolution import WORK_PER_SECOND
 
         return max(1, round(self.seconds * WORK_PER_SECOND))
 
     @property
     def constants(self) -> WorkloadEntry:
-        """The constants of the DT-FM objective: `paper`, or else from `workload`. Raises: LocalError: more stages than
-        devices or layers."""
+        """The constants of the DT-FM objective: those of `paper`, or else derived from `workload`. Raises: LocalError:
+        there are more stages than devices or layers."""
         if self.paper is not None:
             return self.paper
         w, K = self.workload, self.num_stages
@@ -112,7 +112,7 @@ def _dtfm(request: LayoutRequest) -> Placement:
 
 
 def _greedy(request: LayoutRequest) -> Placement:
-    """Return a layout by the rules of `greedy.py`. A live coordinator follows them at once if its members change."""
+    """Return the layout by the rules of `greedy.py`, by which a live coordinator plans at once when members change."""
     t = request.topology
     peers = tuple(
         MeasuredPeer(
@@ -148,7 +148,7 @@ def _mod(request: LayoutRequest) -> Placement:
 
 
 def _dealt(request: LayoutRequest, devices: Sequence[int]) -> Placement:
-    """Divide `devices` in order into stages of nearly equal size."""
+    """Deal out `devices`, in their order, to stages of nearly equal size."""
     K, n = request.num_stages, len(devices)
     return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
 

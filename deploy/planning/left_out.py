@@ -23,11 +23,11 @@ from shoal.protocol.topology import Floats, Topology
 Resource = Literal["line", "memory", "speed"]
 
 GAIN_MIN: Final = 0.005
-"""A device helps if it shortens a step by at least this share."""
+"""A left-out device would help if it made a step shorter by at least this share."""
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""The largest rate, memory and speed to try: the line of a fast data centre, and the largest GPUs of 2026."""
+"""The largest values to try: the line of a fast data centre, memory and speed of the largest GPUs of 2026."""
 _MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -44,13 +44,13 @@ class Need(msgspec.Struct, frozen=True, kw_only=True):
     """The least values that together make a device helpful; None: the device's present value is enough."""
 
     line_mbps: float | None = None
-    """The line's rate in each direction."""
+    """The rate of the device's line in each direction, in Mbit/s."""
     memory_gb: float | None = None
     tflops: float | None = None
 
 
 class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
-    """A group of equal devices that the plan leaves out."""
+    """A group of equal devices that the plan leaves out, and why."""
 
     name: str
     """The region, or a device's name where there are no regions."""
@@ -61,10 +61,10 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     down_mbps: float | None
     """The download rate of the network card; None: only paths limit it."""
     step_with_one_s: float | None
-    """Seconds of the best step with one of these devices added as it is; None: it fits nowhere in the plan."""
+    """Seconds of the best step with one such device added, unimproved; None: it fits nowhere in the plan."""
     why: str
     needs: tuple[Need, ...]
-    """Alternative needs, those of a single resource first. Empty: the device helps as it is, or no change helps."""
+    """Alternative improvements, those of a single resource first. Empty: the device helps as it is, or none helps."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
@@ -84,7 +84,7 @@ class _Examined:
     placement: Placement
     devices: tuple[int, ...]
     goal_s: float
-    """A device helps if a step with it takes at most this many seconds."""
+    """The device helps if it brings a step down to at most this many seconds."""
 
     @property
     def device(self) -> int:
@@ -126,8 +126,8 @@ class _Examined:
         return f"{_lacking(needs)}with one of them a step takes {said}"
 
     def need(self, resources: tuple[Resource, ...]) -> Need | None:
-        """Return the least values of `resources` with which the device helps, all at the same fraction of their ranges;
-        None: even the largest values do not suffice."""
+        """Return the least values of `resources` with which the device helps, each equally far between its present and
+        its largest value; None: even the largest values do not suffice."""
         has = self.has()
 
         def helps(part: float) -> bool:

@@ -116,7 +116,7 @@ def _figure(name: str, value: float) -> str:
 
 
 def compared_cells(report: PlanReport, first_s: float) -> tuple[tuple[str, ...], str]:
-    """Return (cells of the columns `COMPARED`, why the layout is impossible; empty: it is possible).
+    """Return (the cells of a row, by the columns `COMPARED`; why the layout is impossible, or "").
     Args: first_s: the seconds of a step in the first row."""
     name, stages, took = shown_name(report.layout), str(len(report.stages) or "none"), seconds(report.took_s)
     if report.cost_s is None:

@@ -22,15 +22,15 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     first_layer: int
     last_layer: int
-    """The layer after the stage's last one."""
+    """The first layer after this stage: the stage ends before it."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """The GB that a real peer needs to keep all state on its GPU. The figure is that of the tightest member (the
-    one that is shortest of GPU memory); null: not computed."""
+    """The GB of GPU memory that a real peer needs to keep all state there, for the member with the least to spare (the
+    tightest one); null: not computed."""
     least_gb: float | None = None
-    """The GB that the tightest member needs on its GPU if the optimizer's moments are in the machine's memory."""
+    """The GB that the tightest member's GPU needs if the optimizer's moments are in the machine's memory instead."""
     has_gb: float | None = None
-    """The memory of the tightest member's GPU in GB (see `needs_gb`)."""
+    """The GB of memory that the tightest member's GPU has."""
 
 
 class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,13 +46,13 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     cost_s: float | None
     """The seconds of a step according to the objective; None: the layout is impossible."""
     parts: dict[str, float]
-    """The parts of the cost by name; the objective's docstring explains them."""
+    """Name of a part of the cost -> its value; the objective's docstring explains the parts."""
     why: str
-    """Why the layout is impossible (it may have stages all the same); empty: it is possible."""
+    """Why the layout is impossible, though it may have stages; empty: it is possible."""
     took_s: float
-    """The CPU seconds that making the layout took, including those for loading the compiled kernels."""
+    """The CPU seconds spent on making the layout, the loading of compiled kernels included."""
     same_as: str = ""
-    """The name of an earlier, equal layout in the comparison; empty: there is none."""
+    """The name of an equal layout earlier in the comparison; empty: there is none."""
     figures: Figures | None = None
     """The figures for the members; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
@@ -62,7 +62,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def step_s(self) -> float:
-        """The predicted seconds of a step, for people. Searches compare layouts by `cost_s`, which differs a little."""
+        """The predicted seconds of a step, for people. Searches compare `cost_s` instead, which differs a little."""
         return self.parts.get("foreseen_s", math.inf if self.cost_s is None else self.cost_s)
 
     @property
@@ -122,7 +122,7 @@ def stages_with_memory(report: PlanReport, request: LayoutRequest, spec: RunSpec
 
 
 def said_of_memory(stages: Sequence[StageLine]) -> str:
-    """Return sentences on what peers do in stages where a GPU is too small; empty: all GPUs are large enough."""
+    """Return sentences on what peers would do in stages with a GPU that is too small; empty: all are large enough."""
     short = [line for line in stages if line.needs_gb and line.has_gb and line.needs_gb > line.has_gb]
     full = [line for line in short if line.least_gb and line.has_gb and line.least_gb <= line.has_gb]
     told = []

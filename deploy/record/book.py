@@ -17,7 +17,7 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""Seconds to wait for a group's report: enough to ask every member at least once, in a group of at most ten members."""
+"""Seconds to wait for a group's report of a step: enough to ask each member once in a group of at most ten."""
 RATE_S: Final = 30.0
 """The time over which tokens/s is averaged; a step that takes longer is averaged alone."""
 FIRST_S: Final = 5.0
@@ -61,14 +61,14 @@ class Book:
         self._tokens_per_step, self._learning_rate = tokens_per_step, learning_rate
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
-        """(era, step) to release next, if the era of the newest released step goes on."""
+        """(era, step) to release next, if no later era begins."""
         self._begins: dict[int, int] = {}
-        """Era (training generation) -> the version from which it started, according to plans."""
+        """Era (training generation) -> the model version at which it started, as its plans say."""
         self._stages: dict[int, int] = {}
         """Era -> number of stages according to the era's plans or, without a plan, to reports of the last stage."""
         self._open: dict[Key, _Open] = {}
         self._newest: dict[int, Key] = {}
-        """Group -> (era, step) of its newest report."""
+        """Group -> (era, step) of the newest step that it has reported."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
         """The number of steps that are missing from the record because no peer had a report of them."""
@@ -84,11 +84,11 @@ class Book:
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """Return the first (era, step) of which some group of `groups` may have a report that this book lacks."""
+        """Return the first (era, step) to ask `groups` for: some group may have a report from there on that we lack."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return ((era, step), groups without a report) of the oldest step that blocks later steps; None: none does."""
+        """Return ((era, step), groups without a report) of the oldest step that blocks others; None: no step does."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
@@ -99,7 +99,7 @@ class Book:
         return None
 
     def begins(self, era: int, version: int, num_stages: int) -> None:
-        """Record what a plan says: `era` (a training generation) starts at `version` and has `num_stages` stages."""
+        """Note from a plan that `era` (a training generation) starts at `version` and has `num_stages` stages."""
         self._begins[era], self._stages[era] = version, num_stages
 
     def note(self, report: CommitReport, at_s: float, now_s: float) -> None:
@@ -152,14 +152,14 @@ class Book:
                     entry.passed_s = now_s
 
     def _firsts(self) -> dict[int, int]:
-        """Return {era: the first reported step of this era that is not released yet}."""
+        """Return era -> the first step of this era that was reported and not yet released."""
         firsts: dict[int, int] = {}
         for era, step in self._open:
             firsts[era] = min(step, firsts.get(era, step))
         return firsts
 
     def _first(self, era: int) -> Key:
-        """Return (era, step) of the next step to release in `era`; in a new era, of the first step by its plan."""
+        """Return (era, step) of the next step to release in `era`; in a new era, the first step by the era's plan."""
         if era == self._next[0]:
             return self._next
         return era, self._begins.get(era, self._next[1])
@@ -210,8 +210,8 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Add a step of `tokens` that was committed at `at_s`. Return the mean tokens/s over the last `RATE_S`, over
-        this step alone if it took longer, or since the first known step; None if no time has passed."""
+        """Add a step with `tokens`, committed at `at_s`. Return the mean tokens/s over the last `RATE_S`, over this
+        step alone if it took longer, or since the first known step; None: no time has passed."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

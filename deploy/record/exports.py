@@ -123,7 +123,7 @@ class WandbRun:
 
 
 def scalars(line: StepLine | ValidationLine) -> dict[str, float]:
-    """Return {tag: value} for a line of the record, without unknown values."""
+    """Return {name of a figure: its value} for a line of the record; unknown values are left out."""
     if isinstance(line, ValidationLine):
         values: dict[str, float | None] = {"loss/validation": line.loss, "perplexity/validation": line.perplexity}
     else:

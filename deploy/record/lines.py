@@ -59,42 +59,41 @@ class StartLine(_Line, frozen=True, tag="start", kw_only=True):
 
 class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     step: int
-    """Steps done, this one included."""
+    """The number of steps that are done, this one included."""
     era: int = 0
     loss: float | None = None
-    """Nats a token, the mean over microbatches with the weights before the step; None: no remaining peer knows it."""
+    """The mean loss over microbatches (nats a token) with the weights before the step; None: no peer left knows it."""
     perplexity: float | None = None
     learning_rate: float | None
     """None: this peer does not have the run's spec (and so writes no record)."""
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
-    """The gradient norm of each stage's group; None: unknown."""
+    """The 2-norm of the gradient of each stage, by stage; None: unknown."""
     tokens: int
     """The tokens of this step, or of all the steps that the line stands for."""
     tokens_per_s: float | None = None
     """Tokens/s over the last 30 s (`book.RATE_S`), standstills included; None: this is the first step."""
     foreseen_tokens_per_s: float | None = None
-    """Tokens/s that the plan then in force predicted; None: this peer did not know the prediction."""
+    """Tokens/s predicted by the plan that was in force at this step; None: this peer did not know the prediction."""
     staleness: float
-    """The mean staleness over the stages, in steps."""
+    """The staleness of the gradients in steps, averaged over the stages."""
     peers: int
-    """The number of members in the stages' groups, summed over the stages."""
+    """The number of peers in the groups of all stages."""
     given_up: int = 0
-    """Microbatches missing from the step, summed over the groups."""
+    """Microbatches that the step lacks, summed over the groups."""
     duplicates: int = 0
     """Microbatches computed twice, summed over the groups."""
     dissenting: int = 0
-    """The number of members with weights that differed from those of the rest of their group after the commit."""
+    """The number of members, over all groups, that had other weights than the rest of their group after the commit."""
     unheard: int = 0
-    """The number of groups of which no remaining peer has a report."""
+    """The number of groups that committed the step, but of which no remaining peer has a report."""
     steps: int = 1
     """How many steps the line stands for; the last of them is `step`. It is 1 unless old lines have been merged."""
 
 
 class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):
     step: int
-    """The validated version."""
     era: int = 0
     loss: float
     perplexity: float | None = None
@@ -106,7 +105,7 @@ class PlanLine(_Line, frozen=True, tag="plan", kw_only=True):
     sequence: int
     era: int = 0
     restored: int = 0
-    """The model version from which the plan's era (training generation) started."""
+    """The model version at which the plan's era (training generation) started."""
     coordinator: PeerID
     reason: str
     peers: int = 0
@@ -132,7 +131,7 @@ class EndLine(_Line, frozen=True, tag="end", kw_only=True):
     step: int
     finished: bool
     lost: int = 0
-    """Steps without a line, because no remaining peer knew them."""
+    """The number of steps that have no line, because no remaining peer knew them."""
 
 
 Line = StartLine | StepLine | ValidationLine | PlanLine | PeerLine | NoteLine | EndLine
@@ -154,7 +153,7 @@ def decode_line(data: bytes) -> Line | None:
 
 
 point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "learning_rate", "gradient_norm")
-"""Returns a step line as a tuple for the plots; `COLUMNS` in `charts.js` names the elements in this order."""
+"""Returns what the plots need of a step line as a tuple, in the order of `COLUMNS` in `charts.js`."""
 
 
 def perplexity(loss: float | None) -> float | None:
@@ -163,7 +162,7 @@ def perplexity(loss: float | None) -> float | None:
 
 
 def merged(steps: Sequence[StepLine]) -> StepLine:
-    """Merge consecutive step lines of one era: add the counts, and average the other figures over all the steps."""
+    """Merge consecutive step lines of one era: counts are added, other figures averaged over all steps."""
 
     def mean(values: Iterable[float | None]) -> float | None:
         known = [(value, line.steps) for value, line in zip(values, steps, strict=True) if value is not None]

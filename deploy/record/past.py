@@ -19,7 +19,7 @@ Report = TypeVar("Report", CommitReport, ValidationReport)
 
 
 class _Kept(Generic[Report]):
-    """Keeps the newest reports by key, each with its time of arrival."""
+    """Keeps the newest reports by key, each with the time when it arrived."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -28,7 +28,7 @@ class _Kept(Generic[Report]):
         self._reports: dict[tuple[int, ...], tuple[float, Report]] = {}
 
     def add(self, key: tuple[int, ...], at_s: float, report: Report) -> None:
-        """Keep a report under `key`, unless there is one already: all members of a group report a commit alike."""
+        """Keep a report unless `key` has one: all members of a group send the same report of a commit."""
         if key not in self._reports:
             self._reports[key] = at_s, report
             insort(self._keys, key)

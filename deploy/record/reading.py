@@ -32,7 +32,7 @@ class Record:
     steps: list[StepLine] = field(default_factory=list)
     """Valid steps, ordered by `step`."""
     redone: list[StepLine] = field(default_factory=list)
-    """Steps that do not count, because the run went back to a snapshot and repeated them."""
+    """Steps of which the lines are void: the run went back to a snapshot and repeated them."""
     validations: list[ValidationLine] = field(default_factory=list)
     """Validations that are not void, ordered by `step`."""
     plans: list[PlanLine] = field(default_factory=list)
@@ -96,8 +96,8 @@ def record_of(data: Iterable[bytes]) -> Record:
 
 
 def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> Callable[[int], float]:
-    """Return a function that maps an era to the step from which its lines are void: the lowest first step of a later
-    era. An era's first step is its lowest recorded step, or an earlier step to which a plan of that era went back."""
+    """Return a function from an era to the step from which its lines are void: the lowest first step of a later era. An
+    era's first step is its lowest recorded step, or an earlier step to which a plan of that era went back."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1

@@ -119,14 +119,14 @@ class Given(msgspec.Struct, frozen=True, kw_only=True):
     busy: float
     """The share of time in which the device computed, in [0, 1]."""
     sending: float
-    """The share of time in which a frame was being sent to any peer, in [0, 1]."""
+    """The share of time in which this peer was sending a frame to any other peer, in [0, 1]."""
     flop_per_s: float
     flop_total: float
     microbatches_total: int
-    """Forwards computed, retried microbatches included."""
+    """Forwards computed since the start, repeated ones of a retried microbatch included."""
     sent_bytes_total: float
     received_bytes_total: float
-    """Bytes of all received frames: activations, gradients, parts of all-reduces, state."""
+    """Bytes of all frames received since the start: activations, gradients, parts of all-reduces, state."""
     memory_bytes: int
     """Resident memory of the process without its network daemon."""
     uptime_s: float
@@ -137,11 +137,11 @@ class Contribution(Given, frozen=True, tag=True, tag_field="event", forbid_unkno
     stage: int | None
     synced: bool
     waiting: int
-    """Microbatches queued for the device."""
+    """Microbatches that wait in the queue of the device."""
     microbatches_per_s: float
-    """The rate over the last minute."""
+    """Microbatches/s over the last minute."""
     links: tuple[tuple[PeerID, float, float], ...]
-    """(peer, bytes/s sent, bytes/s received) of the busiest links."""
+    """The busiest links, each as (other peer, bytes/s sent, bytes/s received)."""
 
 
 class Recorded(_Report, frozen=True):
@@ -169,7 +169,7 @@ class Phase(_Report, frozen=True):
 
     name: str
     part: float | None = None
-    """The share of the phase that is done, in [0, 1]; None: unknown, or nothing to count."""
+    """The part of the phase that is over, in [0, 1]; None: unknown, or the phase has nothing to count."""
     left_s: float | None = None
     """Estimated seconds until the phase is done."""
 
@@ -206,7 +206,7 @@ class Reporter:
     def __init__(self) -> None:
         self.listeners: list[Callable[[Report], None]] = []
         self.polls: Callable[[], bool] = lambda: False
-        """Returns True if a listener wants the swarm's status even while this peer is not the coordinator."""
+        """Returns True if a listener needs the swarm's status even if this peer is not the coordinator."""
 
     def say(self, report: Report) -> None:
         for hear in self.listeners:

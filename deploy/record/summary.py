@@ -12,14 +12,14 @@ from shoal.deploy.record.lines import PeerLine, StepLine
 from shoal.deploy.record.reading import Record
 
 _AT_THE_END = 10
-"""The number of last steps over which the final loss is averaged, since the loss of one step is noisy."""
+"""The final loss is averaged over this many last steps, since the loss of one step is noisy."""
 NAMES_MAX = 8
 NOTHING = "nothing"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One peer's share of the run's work, as far as recorded."""
+    """One peer's part in the run's work, as far as the record shows it."""
 
     lines: Sequence[PeerLine]
     work_s: float
@@ -32,7 +32,7 @@ class Share:
 
 
 class Totals:
-    """Totals over a record's valid lines."""
+    """Figures of a whole record, from its valid lines."""
 
     def __init__(self, record: Record) -> None:
         steps = record.steps
@@ -48,15 +48,15 @@ class Totals:
         self.steps = start.steps if start else 0
         """The number of steps of the whole run; 0: unknown."""
         self.recorded = sum(line.steps for line in steps)
-        """The number of steps with a line."""
+        """The number of steps that have a line."""
         self.lost = self.step - (steps[0].step - steps[0].steps) - self.recorded if steps else 0
-        """The number of steps without a line."""
+        """The number of steps since the first line that have no line."""
         self.loss = (losses[0], statistics.fmean(losses[-_AT_THE_END:])) if losses else None
         """(loss of the first step, mean loss of the last ten)."""
         tested = record.validations
         best = min(tested, key=lambda line: line.loss, default=None)
         self.validation = (tested[0], tested[-1], best) if best is not None else None
-        """(first, last, best) validation; None: there was none."""
+        """The lines of the first, the last and the best validation; None: the record has no validation."""
         self.tokens = sum(line.tokens for line in steps)
         self.tokens_per_s = statistics.median(paces) if paces else None
         """The median tokens/s over the steps."""
@@ -67,13 +67,13 @@ class Totals:
         self.shares = shares(steps, record.peers)
         """Each peer's share, in the order of arrival."""
         self.redone = sum(line.steps for line in record.redone)
-        """The number of steps that were repeated after the run went back."""
+        """The number of steps that were done once, and then repeated because the run went back to a snapshot."""
         self.rollbacks = _rollbacks((*steps, *record.redone))
-        """The number of returns to a snapshot."""
+        """How often the run went back to a snapshot."""
         self.given_up = sum(line.given_up for line in steps)
-        """The number of microbatches missing from steps."""
+        """The number of microbatches that steps lacked, summed over the groups."""
         self.duplicates = sum(line.duplicates for line in steps)
-        """The number of microbatches computed twice."""
+        """The number of microbatches computed twice, summed over the groups."""
 
 
 def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
@@ -141,7 +141,7 @@ def in_words(record: Record, path: Path, unsaved: str = "") -> tuple[str, ...]:
 
 
 def what_was_lost(found: Totals) -> str:
-    """Return in words what work the run has lost, or `nothing`."""
+    """Return the work that the run has lost in words, or `nothing`."""
     parts = []
     if found.redone:
         parts.append(f"{counted(found.redone, 'step')} done again, as the run went back {times(found.rollbacks)}")

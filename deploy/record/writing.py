@@ -15,7 +15,7 @@ RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
 WAITING_MAX: Final = 100_000
 """The most lines kept in memory while the disk fails; if there are more, the oldest lines are lost."""
 AGAIN_S: Final = 10.0
-"""The time until the disk is tried again after an error."""
+"""Seconds after a disk error until the disk is tried again."""
 
 
 class RecordFile:

@@ -27,7 +27,7 @@ _HEADS_BYTES_MAX = 256 * 1024
 """Room for heads: a head is a coordinator's record of its newest plan's number, and lasts two minutes. Records of all
 keys must fit into one message, because a DHT node sends them together to a new node that is closer to the keys."""
 _NOTICE_BYTES_MAX = 4 * 1024
-"""The largest advert or head: eight addresses of 256 characters, and as much again for everything else."""
+"""The most bytes of an advert or a head: eight addresses of 256 characters, and as much again for everything else."""
 
 
 def record_rules(gate: Gate) -> Mapping[str, KeyRule]:

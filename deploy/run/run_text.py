@@ -33,7 +33,8 @@ def load_own_corpus(spec: RunSpec) -> tuple[RunSpec, Corpus]:
 
 
 def text_in_words(spec: RunSpec, corpus: Corpus) -> tuple[str, ...]:
-    """Return sentences on how much of each source of text is read, learnt and left out, and how often it is read."""
+    """Return sentences on each source of text: how much of it is read, counts in the loss or is left out, and how often
+    it is read."""
     names, of_each = source_names(spec.data), passes(corpus, spec)
     said: list[str] = []
     for name, data, source in zip(names, spec.data.each, corpus.sources, strict=True):

@@ -12,7 +12,7 @@ _NAME = "background"
 
 
 def is_working() -> bool:
-    """True if a thread of `in_background` is still running."""
+    """True if a thread that `in_background` started still runs."""
     return any(thread.name == _NAME for thread in threading.enumerate())
 
 

@@ -51,7 +51,7 @@ class Each:
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """Divide a machine's network rates (Mbit/s) among peers, not its device limits: each peer has its own device."""
+    """Divide the network rates (Mbit/s) among the peers, but no device limits: each peer has its own device."""
     rates = {name: getattr(limits, name) for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")}
     parts = {name: max(MBIT_S_MIN, rate / among) for name, rate in rates.items() if rate > 0.0}
     return msgspec.structs.replace(limits, **parts)

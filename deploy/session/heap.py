@@ -18,7 +18,7 @@ _M_ARENA_MAX = -8
 _INTERVAL_S = 10.0
 """Seconds between trims. A trim, and getting pages back after it, take milliseconds: a thousandth of a core's time."""
 _LARGE_PARAMETERS = 4_000_000
-"""A stage is large from this many parameters on. A smaller one leaves at most 48 MB for the next regular trim."""
+"""A stage with at least this many parameters is large. A smaller one leaves at most 48 MB for the next trim."""
 
 
 def share_heap() -> None:

@@ -54,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
-"""The number of groups asked per second; in a run with more groups, each group is asked more rarely."""
+"""How many groups are asked in a second. If the run has more groups, each is asked more rarely."""
 MISSING_S: Final = 3.0
-"""Seconds between requests for a step of which a report is missing while later steps wait for it."""
+"""Seconds between requests for a missing report for which later steps wait."""
 VALIDATIONS_S: Final = 20.0
-"""Seconds between requests to several members of the first stage: only the member that led a validation knows it."""
+"""Seconds between requests for validations to several first-stage members: only a validation's leader knows it."""
 ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
 """Seconds that `finish` waits for reports of the last steps; a request under way may take longer."""
@@ -87,7 +87,7 @@ class Recorder:
         self._book = self._new_book(None)
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
-        """((era, step) at which the live plan's prediction was first seen, predicted tokens/s)."""
+        """((era, step) at which the prediction of the plan in force was first seen, predicted tokens/s)."""
         self._step = 0
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
@@ -306,7 +306,7 @@ class Recorder:
     # --- writing ---
 
     async def _tell(self, steps: Iterable[StepLine]) -> None:
-        """Pass `steps` on to `_keep`, with times in seconds since 1970 and the live plan's predicted tokens/s."""
+        """Pass `steps` to `_keep`, with times in seconds since 1970 and the tokens/s that the plan predicted."""
         ahead_s = time.time() - time.monotonic()
         since, foreseen = self._foreseen
         await self._keep(
@@ -321,7 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write `steps` and waiting lines, in another thread since a disk may be slow. Report steps and validations."""
+        """Write `steps` and waiting lines in another thread (a disk may be slow). Report steps and validations."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:
@@ -418,7 +418,7 @@ def _trouble(export: type[EventsFile | WandbRun], error: Exception) -> str:
 
 
 def _num_groups(plan: Plan | None) -> int:
-    """Return the number of groups that commit each step under `plan`, expert holders included."""
+    """Return the number of groups that commit each step under `plan`: stages, and groups of expert holders."""
     return len(plan.stages) + len(plan.experts) if plan is not None else 0
 
 

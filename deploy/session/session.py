@@ -87,14 +87,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between status requests of a peer that reports to a parent. All its peers ask, because any one may die."""
+"""Seconds between status requests of a peer with a parent process. All the parent's peers ask: any one may die."""
 _POLLS_MAX = 20
 """The most status requests per second from all peers together; so in a large swarm each peer asks rarely."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
 _FIND_ANYBODY_S = 11.0
-"""The time to look for the run while no address answers: the transport dials addresses again after ten seconds."""
+"""Seconds to look for the run while no address answers; after ten seconds the transport dials the addresses again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,7 +103,7 @@ class Ways:
 
     listen: tuple[str, ...]
     announce: tuple[str, ...] = ()
-    """The addresses to tell other peers, in place of those that this machine detects."""
+    """The addresses to tell other peers. If there are none, this machine's addresses are detected."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class RecordChoice:
     keeps: bool = False
     """True: write a record into the run's folder."""
     wandb: str = ""
-    """The project at Weights & Biases to which the record is also sent; empty: none."""
+    """The project at Weights & Biases to which the record is also sent; empty: it is sent to none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +152,7 @@ class Options:
 class _Run(NodeRun):
     record: bytes
     key: InviteKey | None
-    """The invite key that this peer passes on; None: the run is open to anyone."""
+    """The key in invites that this peer passes on; None: the run is open to anyone."""
     invites: InviteBook | None = None
     """All invites given out by the run's host; None on other peers."""
 
@@ -239,7 +239,7 @@ async def join_run(invite: Invite, options: Options) -> None:
 async def _go_over(
     newer: Found | None, run: _Run, identity: Identity, options: Options, stop: Stop, *, invited: Sequence[str] = ()
 ) -> None:
-    """Take part under `newer`, a newer revision of the spec, and then under each later revision; None: do nothing."""
+    """Take part under the spec's revision `newer`, then under each still later revision. None: return at once."""
     options = replace(options, first_said=())
     while newer is not None and not stop.asked.is_set():
         stop.takes_part = False
@@ -520,7 +520,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return in words what delays the first plan. Only the host, which makes the plan, knows how many peers are up."""
+    """Return in words what the first plan waits for. Only the host, which makes it, knows how many peers are up."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

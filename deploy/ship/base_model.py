@@ -23,7 +23,7 @@ class BaseModel:
     """The base model of a run's adapters. Raises: LocalError: `folder` has no model of the base's shape.
 
     Args:
-        near: folders of snapshots. Peers keep base layers in the run folders around these; we look for them there.
+        near: folders of snapshots. The run folders that contain these may have base layers, too, and are searched.
         folder: the user's path of the model; None: search for it.
     """
 
@@ -65,8 +65,8 @@ class BaseModel:
 
     @cached_property
     def _copy(self) -> FolderBase | None:
-        """This machine's copy of the base: the one in the user's folder; else in the folder that the run spec names;
-        else in the Hugging Face cache. None: there is no copy."""
+        """This machine's copy of the base model, from the user's folder, else from the folder in the run spec, else
+        from the Hugging Face cache. None: none of them has it."""
         source = Path(self._spec.initial.source).expanduser()
         if source.is_dir():
             try:

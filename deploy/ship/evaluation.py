@@ -85,8 +85,8 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return (`context` tokens from `start` on; the next token of each, as its target), both int64 [T]. Targets
-    before position `learn_from` of the text, or after the text's end, are IGNORED."""
+    """Return (`context` tokens from position `start` of the text; for each, the next token as its target), both int64
+    [T]. A target is IGNORED before position `learn_from` of the text and after the text's end."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)
@@ -97,7 +97,7 @@ def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple
 
 
 def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int], tell: OnProgress) -> tuple[float, int]:
-    """Return (sum of the chosen samples' losses in nats, number of predicted tokens)."""
+    """Return (the losses of all chosen samples added up, in nats; the number of tokens predicted)."""
     batch = max(1, BATCH_TOKENS // predictor.model.context)
     total, tokens = 0.0, 0
     for at in range(0, len(chosen), batch):

@@ -31,7 +31,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX
 
 _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""Files that an export copies from the folder of the tokenizer.json, because they belong to the tokenizer."""
+"""The files beside tokenizer.json that belong to the tokenizer, so that an export copies them."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
 """Fields that an exported config copies from the initial model's config: training does not change them."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -39,7 +39,7 @@ Form = Literal["hf", "peft"]
 
 
 class Exported(msgspec.Struct, frozen=True, kw_only=True):
-    """A written folder: where it is, the version of the run that it contains, and its size."""
+    """A folder written by an export: its path, the model version in it, and its size."""
 
     folder: str
     run: str
@@ -116,7 +116,7 @@ def export(
 
 
 def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict[str, bytes]:
-    """Return name -> content of all files except the weights and the model card."""
+    """Return {file name: content} of all files in the folder but the weights and the model card."""
     tokenizer = load_tokenizer(spec.data, path=tokenizer_path)
     if spec.data.tokenizer == BYTES:
         vocabulary = byte_tokenizer_json()
@@ -265,7 +265,7 @@ def _is_embedding_again(spec: RunSpec, name: str) -> bool:
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Distribute the tensors, in their order, to files of at most `shard_bytes`. Returns: the names in each file."""
+    """Assign the tensors, in order, to files of at most `shard_bytes`. Returns: the tensors' names, file by file."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, num_bytes in sizes.items():

@@ -39,8 +39,8 @@ class FoundSnapshot:
     version: int
     spec: RunSpec
     parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
-    """Layer -> folders of snapshots that have this layer. If the run places experts on single peers, each key is one
-    expert, or the rest of a layer."""
+    """Layer -> the snapshots' folders that have it. If peers hold single experts, a key is one expert, or the rest of a
+    layer."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -158,5 +158,5 @@ def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSn
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Return the keys under which snapshots store layers; experts have their own keys if peers hold single experts."""
+    """Return the keys under which snapshots store layers and, if peers hold single experts, experts."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)

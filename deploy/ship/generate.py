@@ -23,7 +23,7 @@ class Manner:
     """The chat template of a model that answers; None: the model continues the text."""
     end_tokens: frozenset[int] = frozenset()
     end_text: str = ""
-    """The end of a turn as text, for a model that writes it in several tokens (a model of bytes). Empty: none."""
+    """The text that ends a turn, for a model that needs several tokens to write it (a model of bytes); empty: none."""
 
 
 def manner_of(predictor: Predictor, *, chat: bool | None, tokenizer: Path | None = None) -> Manner:
@@ -81,7 +81,7 @@ def write(
 def sampled(
     predictor: Predictor, tokens: list[int], num_tokens: int, sampler: Sampler, ends: Container[int | None]
 ) -> Iterator[str]:
-    """Yield the text of up to `num_tokens` tokens. Any token in `ends` ends the text, and is not part of the text."""
+    """Yield the text of at most `num_tokens` tokens. A token in `ends` ends the text, and does not belong to it."""
     detokenizer = Detokenizer(predictor.tokenizer)
     for token in itertools.islice(predictor.stream(tokens, sampler), num_tokens):
         if token in ends:
@@ -90,7 +90,7 @@ def sampled(
 
 
 def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
-    """Yield the text of `parts` before `end`. A tail that may be the beginning of `end` waits for the next part."""
+    """Yield the text of `parts` up to `end`. A tail with which `end` may begin waits for the next part."""
     if not end:
         yield from parts
         return

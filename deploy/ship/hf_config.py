@@ -45,7 +45,7 @@ _SILENT: Final[Mapping[str, Mapping[str, Any]]] = {
     "mixtral": {"rms_norm_eps": 1e-5, "rope_theta": 1e6, "router_aux_loss_coef": 0.001},
     "qwen3_moe": {"sliding_window": 4096, "router_aux_loss_coef": 0.001, "norm_topk_prob": False},
 }
-"""Family -> the values of config fields that `transformers` assumes if they are omitted, where families differ."""
+"""Family -> {config field: the value that `transformers` assumes if the config lacks it}, where families differ."""
 _ROPE_KINDS: Final = ("linear", "llama3", "yarn")
 _SLIDING: Final = "sliding_attention"
 _FULL: Final = "full_attention"
@@ -247,7 +247,7 @@ _READ: Final[Mapping[str, Callable[[_Said], Any]]] = {
     "attention_softcap": lambda said: float(said("attn_logit_softcapping") or 0.0),
     "logit_softcap": lambda said: float(said("final_logit_softcapping") or 0.0),
 }
-"""Switch (field of `DecoderSpec`) that a family does not fix -> the function that reads its value from a config."""
+"""Field of `DecoderSpec` that the family leaves open -> the function that reads its value from a config."""
 _ACTIVATIONS: Final = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 
 

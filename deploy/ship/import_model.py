@@ -31,7 +31,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 _SMALLEST: Final = "layers.0"
-"""This layer tells a copy of the base from other models of the same shape. It is smaller than embedding and head."""
+"""The layer by which a copy of the base is told from models of equal shape. Embedding and head are larger."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The allowed dtypes of weights. Integers are refused: a conversion would silently give wrong weights."""

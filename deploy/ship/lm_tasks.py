@@ -157,7 +157,7 @@ def _log_likelihoods(
 
 
 def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) -> str:
-    """Generate text after the prompt, and return the part before the first of the task's stop texts."""
+    """Generate text after `prompt`, and return what comes before the first stop text of the task."""
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0

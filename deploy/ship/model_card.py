@@ -30,7 +30,7 @@ class DataSource(msgspec.Struct, frozen=True, kw_only=True):
 
     source: str
     digest: str
-    """BLAKE3 of the source's tokens, and of the mask that marks the tokens to learn; empty: unknown."""
+    """BLAKE3 digest of the source's tokens and of the mask of tokens that count in the loss; empty: unknown."""
     format: str
     weight: float
     subset: str = ""
@@ -43,7 +43,7 @@ class Base(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     licence: str
     digests: tuple[str, ...]
-    """BLAKE3 of each layer's parameters, embedding first."""
+    """BLAKE3 digests of the layers' parameters, embedding first."""
 
 
 class Provenance(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,13 +58,13 @@ class Provenance(msgspec.Struct, frozen=True, kw_only=True):
     """The number of steps done, out of `steps_planned`."""
     steps_planned: int
     tokens: int
-    """The number of tokens in the steps done, including microbatches that were given up."""
+    """The number of tokens in all steps done; those of microbatches that steps left out count, too."""
     parameters: int
     base: Base | None
     """The model with the initial weights; None: they were random, drawn from the seed."""
     sources: tuple[DataSource, ...]
     tokenizer_digest: str
-    """BLAKE3 of the tokenizer.json; empty: the tokens are bytes, without a tokenizer.json."""
+    """BLAKE3 digest of tokenizer.json; empty: there is no such file, because each byte is a token."""
     contributors: int | None
     """The number of peers that took part, by this machine's record of the run; None: it has no record."""
     evaluations: tuple[Score, ...]

@@ -32,7 +32,7 @@ class Predictor(Protocol):
 
     @property
     def name(self) -> str:
-        """The model's name for people; for a swarm it includes the versions that have answered."""
+        """The model's name, to show to people. Of a swarm it includes the model versions that have answered so far."""
 
     @property
     def spec(self) -> RunSpec | None:
@@ -40,7 +40,8 @@ class Predictor(Protocol):
 
     @property
     def origin(self) -> Origin | None:
-        """The model's version; None: it is a folder's model, or a swarm that has answered with none or with several."""
+        """The run and version of the model; None: it is a folder's model, or a swarm that has answered with no version
+        yet, or with several."""
 
     def loss_sum(self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None) -> float:
         """Return the sum of the losses, in nats, of all targets but IGNORED ones.
@@ -49,8 +50,8 @@ class Predictor(Protocol):
         """
 
     def log_likelihoods(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (log-likelihood of each target in nats, float32 [B, T]; True where the target is the likeliest token,
-        bool [B, T]). For an IGNORED target the values are 0 and True."""
+        """Return (log-likelihood of each target in nats, float32 [B, T]; True where the target is the most likely
+        token, bool [B, T]). An IGNORED target has the values 0 and True."""
 
     def stream(self, prompt: Sequence[int], sampler: Sampler) -> Iterator[int]:
         """Yield the tokens that follow the prompt, which must not be empty, without end."""

@@ -19,11 +19,11 @@ class Score(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     """`validation`, a file's name, or a task's name with its metric."""
     loss: float | None = None
-    """The mean loss over `tokens` tokens, in nats a token."""
+    """The mean loss in nats a token, over `tokens` tokens."""
     perplexity: float | None = None
     tokens: int | None = None
     bits_per_byte: float | None = None
-    """The loss of a text in bits a byte, which can be compared between vocabularies."""
+    """The loss of a text in bits a byte, by which models with different vocabularies can be compared."""
     value: float | None = None
     stderr: float | None = None
     examples: int | None = None
@@ -52,7 +52,7 @@ def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Pa
 
 
 def evaluations_of(run: str, era: int, version: int) -> list[Score]:
-    """Return the newest score of each name for a version, in the order in which the names first appeared."""
+    """Return the newest score with each name for a version; the names are in the order of their first scores."""
     found: dict[str, Score] = {}
     for line in evaluations(run):
         if (line.era, line.version) == (era, version):

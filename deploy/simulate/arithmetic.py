@@ -29,7 +29,7 @@ from shoal.protocol.wire_format import WireFormat
 
 
 class _ModelledStage(ModelledShard, StageShard):
-    """A modelled stage: its jobs return activations without contents. Every loss is 0, since nothing is learnt."""
+    """A modelled stage: its jobs return activations without numbers, and losses of 0, since it learns nothing."""
 
     def __init__(self, spec: RunSpec, keys: tuple[str, ...], *, first_layer: int, vectors: Vectors) -> None:
         super().__init__(spec, keys, first_layer=first_layer, corpus=None, device=NOWHERE, vectors=vectors)

@@ -63,7 +63,7 @@ def _digest_of(numel: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """Return a digest of the layer's size: it has no numbers, so the digests of replicas and versions agree."""
+        """Return a digest of the layer's size: without numbers, all replicas and versions have equal digests."""
         return _digest_of(self.param_N.numel())
 
     def secure_digest(self) -> str:
@@ -103,7 +103,7 @@ class ModelledVectors(Vectors):
         return True
 
     def round_mean(self, mean_C: Tensor, form: WireFormat, key: tuple[int, int]) -> Payload | None:
-        """Return a payload of the mean's size if `form` has few bits (a real mean is then rounded), else None."""
+        """Return a payload of the mean's size if `form` has few bits (real peers then round the mean); else None."""
         return self.piece_payload(mean_C, form, key) if is_in_few_bits(form) else None
 
     def mean_payload(self, mean_C: Tensor) -> Payload:
@@ -138,7 +138,7 @@ class ModelledVectors(Vectors):
 
 
 class ModelledBase:
-    """Implements `InitialWeights` with only a size, for the frozen base model of adapters."""
+    """Implements `InitialWeights` for the frozen base model of adapters: layers with a size but no numbers."""
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec

@@ -16,7 +16,7 @@ SPANS_MAX = 40_000
 DEVICES_MAX = 128
 STEPS_MAX = 4
 _UNITS = 100_000
-"""The number of chart units into which the shown time is divided."""
+"""The shown time is divided into this many units, in which the chart counts."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +26,8 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     """The stage of the device; -1: unknown."""
     spans: tuple[int, ...]
-    """Three numbers for each job: its start minus the previous job's start, its length, both in units of the chart, and
-    the index of its kind in `KINDS`."""
+    """Three numbers for each job: units from the start of the previous job to its own, its length in units, and the
+    index of its kind in `KINDS`."""
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +57,8 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
 
 
 def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
-    """Return (kind, start, end) of the jobs, with an added `wait` (for the reduction) in the pause before each
-    optimizer step."""
+    """Return (kind, start, end) of each job, and of a `wait` (for the reduction) in the pause before each optimizer
+    step."""
     found: list[tuple[str, float, float]] = []
     ended_s = None
     for kind, start_s, end_s in spans:
@@ -84,8 +84,8 @@ def _devices(result: SimResult, placement: Placement | None) -> list[int]:
 
 
 def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
-    """Return (start, end) of the time to show: it begins at a commit, and ends at the last commit. A run with fewer
-    than two commits is shown as a whole."""
+    """Return (start, end) of the shown time, which lasts from a commit to the last commit; if there are fewer than two
+    commits, the whole run."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
         return 0.0, max(result.ending.at_s, 1e-9)

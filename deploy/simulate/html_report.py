@@ -34,18 +34,18 @@ class Map(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """The data that the page shows of one strategy."""
+    """The figures and charts that the page shows of one strategy."""
 
     name: str
     about: str
     pace: tuple[tuple[float, float, float], ...] = ()
-    """Intervals (from, to, tokens/s) in virtual seconds."""
+    """The speed over time, as (from, to, tokens/s) with virtual seconds."""
     events: tuple[tuple[float, str, str], ...] = ()
     """The events of the run, each as (virtual time in seconds, kind, text)."""
     gantt: Chart = Chart(start=0.0, end=1.0, unit=1.0, rows=())
     maps: tuple[Map, ...] = ()
     layout: tuple[tuple[int, str, int, str], ...]
-    """The stages, each as (stage, layers, number of devices, description of the devices)."""
+    """The stages of the layout, each as (stage, layers, number of devices, words on the devices)."""
 
 
 class PageFigures(msgspec.Struct, frozen=True, kw_only=True):

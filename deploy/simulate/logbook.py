@@ -31,7 +31,7 @@ class SimLedger:
     ) -> None:
         self.steps: list[StepCommitted] = []
         self.undone: list[StepCommitted] = []
-        """The steps that were committed, and then undone because the run returned to an earlier version."""
+        """The committed steps that were undone, because the run went back to an earlier version."""
         self.events: list[Happened] = []
         self.failures: list[str] = []
         self.duplicates = 0
@@ -40,7 +40,7 @@ class SimLedger:
         self.plan: Plan | None = None
         """The newest plan that any node obeyed."""
         self._num_groups = 0
-        """The number of groups that each commit a step under the last plan: stages, and groups of expert holders."""
+        """The number of groups that commit each step under the newest plan: stages, and groups of expert holders."""
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline

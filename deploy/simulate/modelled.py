@@ -60,10 +60,10 @@ class RunLimits:
     seconds: float | None = None
     """The virtual time at which the run ends; None: unlimited."""
     look_every_s: float = 60.0
-    """The virtual seconds between two calls of `is_enough`. At each call the working times of the devices' jobs are
-    added up, and the jobs are dropped unless a timeline is wanted."""
+    """Virtual seconds between calls of `is_enough`. At each call the working times of the devices' jobs are added up;
+    then the jobs are dropped, unless a timeline is wanted."""
     is_enough: Callable[[], str] = lambda: ""
-    """A function that returns why to end the run; empty: the run goes on."""
+    """Returns why to end the run now; empty: the run goes on."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,11 +86,11 @@ class ModelledRun:
     make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
     """Makes the swarm. Tests and benchmarks pass another maker, to disturb devices or to imitate other systems."""
     chunk_bytes: int | None = None
-    """The piece size of gradient sums and states, in bytes of fp32; None: `chunk_bytes_on(topology)`."""
+    """The bytes, in fp32, of the pieces in which gradient sums and states travel; None: `chunk_bytes_on(topology)`."""
     expert_loads: Sequence[float] | None = None
     """The relative loads of the experts, if the run spec places experts. None: all equal."""
     on_progress: Callable[[float], None] = lambda share: None
-    """Called at every step with the share of the run that is over, in [0, 1]."""
+    """Called at every step with the part of the run that is over, in [0, 1]."""
 
 
 def chunk_bytes_on(topology: Topology) -> int:

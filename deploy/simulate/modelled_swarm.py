@@ -24,7 +24,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""The ports that a simulated peer gives its node; None: the node makes its own `Traffic`."""
+"""The (transport, device, traffic) that a simulated peer gives its node; traffic None: the node makes its own."""
 
 
 class ModelledSwarm:
@@ -60,10 +60,10 @@ class ModelledSwarm:
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
         self._nodes: dict[int, Node] = {}
-        """Device -> its node, if the node has started and was not told to leave."""
+        """Device -> its node, from the node's start until it is told to leave."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._apart: dict[int, set[int]] = {}
-        """Device -> the devices to or from which it has no path."""
+        """Device -> the other devices that have no path to it or from it."""
         passes = topology.bytes_per_s > 0.0
         for one, other in np.argwhere(~(passes & passes.T)).tolist():
             if one != other:

@@ -37,9 +37,9 @@ class Outcome:
     placement: Placement | None = None
     """The layout; None: the simulated coordinators choose it, or `problem` says why there is none."""
     predicted: Cost | None = None
-    """The cost by the throughput objective; None for changing layouts, which it does not model."""
+    """The cost by the throughput objective; None: the layout changes in the run, which the objective cannot model."""
     problem: str = ""
-    """The reason for a missing result; empty: the strategy can be simulated."""
+    """Why there is no result; empty: the strategy can be simulated."""
     planned_s: float = 0.0
     """The real seconds that finding the placement took."""
     result: SimResult | None = None
@@ -50,28 +50,27 @@ class Outcome:
 
     @property
     def run(self) -> object:
-        """A value that is equal for two outcomes if their runs would be the same. None: this strategy cannot be run."""
+        """A value that two outcomes have in common if their runs would be the same; None: the strategy cannot run."""
         if self.problem:
             return None
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an `Outcome`. None: there is no such figure. Rates are measured after the warm-up."""
+    """The figures of an `Outcome`; a field is None if there is no such figure. Rates are measured after the warm-up."""
 
     strategy: str
     layout: str
     stages: tuple[tuple[int, ...], ...] | None
     """The device indexes of each stage, in pipeline order."""
     bounds: tuple[int, ...] | None
-    """Stage k holds layers [bounds[k], bounds[k + 1])."""
+    """The layers of stage k are bounds[k] to bounds[k + 1] - 1."""
     steps: int
-    """The number of committed steps."""
     tokens_per_s: float | None
-    """The rate at the median pace; for `live` the rate after `SimResult.settled_from_s`, standstills included."""
+    """Tokens/s at the median pace; of a `live` layout after `SimResult.settled_from_s`, standstills included."""
     step_s: float | None
     tokens_per_s_below: float | None
-    """An upper bound of the rate of a run that committed one step and had time for more."""
+    """An upper bound of tokens/s, for a run that committed only its first step although there was time for more."""
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
@@ -79,12 +78,11 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     idle_share: float | None
     """The share of time after the warm-up in which devices with a stage do nothing; None: there is no timeline."""
     bound_by: str
-    """The reason for missing figures. If none are missing: the predicted bottleneck or, without a prediction, a summary
-    of the run's events."""
+    """Why figures are missing; if all are there, the predicted bottleneck or, without a prediction, a summary of
+    events."""
     note: str
     """A note on the figures: the run was cut off, or few steps were measured."""
     same_as: str
-    """The name of an earlier strategy with the same run; empty: there is none."""
     figures: Figures | None
     duplicates: int
     given_up: int

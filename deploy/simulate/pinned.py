@@ -15,7 +15,7 @@ class PinnedAllocator:
 
     Args:
         peers: device index -> peer.
-        split: each member's part of its stage's work, as the throughput objective assumes it.
+        split: how the throughput objective divides the work of each stage among its members.
     """
 
     def __init__(self, placement: Placement, peers: Mapping[int, PeerID], split: Split) -> None:

@@ -19,7 +19,7 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""We compare the tokens of the first `WORK_S` virtual seconds, or of the whole run if the run is shorter."""
+"""The runs are compared by the tokens of their first `WORK_S` virtual seconds, or of all if a run is shorter."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,15 +28,15 @@ class Reached(msgspec.Struct, frozen=True, kw_only=True):
     live: str
     planned: str
     from_s: float
-    """The virtual time from which `tokens_per_s` was measured."""
+    """`tokens_per_s` is measured from this virtual time on."""
     tokens_per_s: float
-    """The rate of the live run, standstills included."""
+    """Tokens/s of the live run, standstills included."""
     planned_tokens_per_s: float
-    """The simulated pace of the planned layout."""
+    """Tokens/s of the planned layout, at its simulated pace."""
     work_by_s: float
-    """The virtual time up to which the tokens of `work_share` are counted."""
+    """`work_share` counts the tokens up to this virtual time."""
     work_share: float
-    """The tokens of the live run by `work_by_s`, divided by those that the planned pace would give by then."""
+    """The tokens of the live run up to `work_by_s`, divided by the tokens that the planned pace gives in that time."""
     first_step_s: float
     """The virtual time at which the live run's first step ended, after measuring, planning and filling the pipeline."""
     standstill_s: float

@@ -25,18 +25,18 @@ class Region(Section, frozen=True):
     name: str
     count: int
     place: str = ""
-    """The name of the region's place, as paths use it; empty: `name`. Regions may share a place, as those of DSL and of
-    fibre in one town."""
+    """The name of the region's place, as paths use it; empty: `name`. Regions may share a place, for example the DSL
+    and the fibre machines of one town."""
     tflops: float = 45.0
-    """The speed of a device on real microbatches, not its peak."""
+    """The TFLOP/s that a device reaches on real microbatches, not its peak."""
     memory_gb: float = 16.0
     up_mbps: float = math.inf
-    """The upload rate of a machine's network card."""
+    """The upload rate of a machine's network card, in Mbit/s."""
     down_mbps: float = math.inf
     devices_per_card: int = 1
     """The number of devices in a machine; they share its network card."""
     last_mile_ms: float = 0.0
-    """One-way latency that each end in this region adds to a path."""
+    """The one-way latency that a device of this region adds to each of its paths."""
     inside_ms: float = 0.1
     """The one-way latency between two machines at the region's place."""
     inside_mbps: float = 10_000.0
@@ -84,7 +84,7 @@ class Path(Elsewhere, frozen=True):
 
     between: tuple[str, str]
     back_mbps: float | None = None
-    """The rate from the second place to the first; None: `mbps`."""
+    """The rate from the second place to the first, in Mbit/s; None: `mbps`."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -96,7 +96,7 @@ class NetworkSection(Section, frozen=True):
     """The network: either `file`, or regions and paths."""
 
     file: str = ""
-    """The path of a network file (`protocol/topology.py`), relative to the scenario's folder; empty: none."""
+    """The path of a network file (`protocol/topology.py`), relative to the scenario's folder; empty: no file."""
     region: tuple[Region, ...] = ()
     path: tuple[Path, ...] = ()
     elsewhere: Elsewhere | None = None

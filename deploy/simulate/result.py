@@ -26,7 +26,7 @@ SETTLED_S = 300.0
 """The virtual time after which a swarm with its own coordinators is compared with its planned layout. By then it has
 had time to measure, to search and to move. Every published figure keeps this convention."""
 NEIGHBOURS = 5
-"""The usual pace around a step is computed from this many steps before it, and as many after it."""
+"""A step's usual pace is the median over this many steps before it, or after it if that is larger."""
 STANDSTILL_TIMES = 2.0
 """A step counts as a standstill if it takes more than this multiple of the usual pace."""
 
@@ -79,20 +79,20 @@ class SimResult:
     timeline: tuple[tuple[JobSpan, ...], ...]
     """[N], the jobs of each device by time; empty if no timeline was recorded."""
     busy_s: tuple[float, ...]
-    """[N], the total working time of each device, without probes."""
+    """[N], the seconds for which each device worked in all, speed probes left out."""
     traffic_bytes: npt.NDArray[np.int64]
-    """[N, N], the bytes of all sent frames, row = sender. Requests with their answers do not count."""
+    """[N, N], the bytes of all frames from each device (row) to each other one. Requests and answers do not count."""
     events: tuple[Happened, ...]
     duplicates: int
-    """The number of microbatches counted twice, over all commits and stages."""
+    """The microbatches that a stage counted twice, summed over all commits and stages."""
     given_up: int
-    """The number of microbatches missing from commits."""
+    """The microbatches that commits lacked, summed over all commits and stages."""
     failures: tuple[str, ...]
-    """The errors that ended a node, and exceptions of handlers. They show bugs, or a run that could not finish."""
+    """Errors that ended a node, and exceptions of handlers: signs of a bug, or of a run that could not finish."""
     ending: Ending
     trace_hash: str
     first_step_bytes: npt.NDArray[np.int64] | None = None
-    """[N, N], `traffic_bytes` at the first commit; None: not recorded."""
+    """[N, N], the part of `traffic_bytes` up to the first commit; None: it was not recorded."""
 
     @property
     def bytes_per_step(self) -> npt.NDArray[np.float64]:
@@ -110,7 +110,8 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """The median seconds of a step, over `PACE_STEPS` consecutive steps, after the warm-up; NaN: too few steps."""
+        """The seconds of a step: the median over spans of `PACE_STEPS` consecutive steps after the warm-up; NaN: too
+        few steps."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:
             return float("nan")
@@ -149,8 +150,8 @@ class SimResult:
 
     @property
     def standstill_s(self) -> float:
-        """The seconds of standstill after the first step: the time beyond the usual pace, over all steps that count as
-        standstills."""
+        """The seconds lost to standstills after the first step: of each step that counts as a standstill, the time
+        beyond the usual pace."""
         times_s = self._times_s()
         stood_s = 0.0
         for index, took_s in enumerate(np.diff([*times_s, self.ending.at_s])[: len(times_s)]):
@@ -168,8 +169,8 @@ class SimResult:
 
 
 def _usual_s(took_s: npt.NDArray[np.float64], index: int) -> float:
-    """Return the usual seconds a step around `took_s[index]`: the larger of the medians before and after that entry;
-    inf: there are no other entries.
+    """Return the usual seconds of a step near entry `index` of `took_s`: the median of the entries just before it or of
+    those just after it, whichever is larger; inf: there are no other entries.
 
     Args:
         took_s: [S], the seconds from each commit to the next.

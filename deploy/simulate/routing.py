@@ -32,7 +32,7 @@ class SimulatedRouting:
         self._rows = rows
         self._seed = spec.seed
         self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
-        """A payload with the size of the rows that all experts of a layer get together."""
+        """A payload of the size of the rows (tokens) that a layer sends to all its experts for a microbatch."""
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:

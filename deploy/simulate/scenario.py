@@ -40,7 +40,7 @@ class ChurnSection(Section, frozen=True):
     start_s: float | None = None
     """The time of the trace at which the run starts. None: when half of the trace's peak number of nodes is up."""
     speedup: float = 1.0
-    """The seconds of the trace that pass in one simulated second."""
+    """How many seconds of the trace pass in one simulated second."""
 
     def __post_init__(self) -> None:
         require(bool(self.trace), "trace is empty")
@@ -52,7 +52,7 @@ class ExpertsSection(Section, frozen=True):
     """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
-    """The number of experts that a member holds in each of its layers."""
+    """How many experts of each of its layers a member holds."""
     holders: int | Literal["auto"] = "auto"
     """The least number of members that hold each expert, at most all members of the stage; "auto": a run's default. If
     `slots` are too few for it, members hold more experts. The coordinators choose the members by load."""
@@ -139,7 +139,6 @@ class Scenario:
     expert_loads: tuple[float, ...] = ()
     """The relative loads of the experts; empty: all equal, or the run places no experts on single peers."""
     strategies: tuple[Strategy, ...] = ()
-    """The strategies to compare; empty: `strategy.DEFAULT`, or with churn `strategy.CHURN_DEFAULT`."""
 
     @property
     def paper(self) -> WorkloadEntry | None:

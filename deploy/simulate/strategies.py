@@ -59,16 +59,16 @@ def parse_dirt(text: str | None) -> Dirt:
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyPatience:
-    """The limits that cut off a strategy after the first one, if it is far slower than the first."""
+    """Limits for the strategies after the first one: a strategy that is far slower than the first is cut off."""
 
     name: str
     """The name of the first strategy."""
     virtual_s: float
     """The limit in virtual time: `VIRTUAL_TIMES` times as long as the first strategy ran."""
     step_s: float
-    """The seconds of a step of the first strategy."""
+    """The seconds that a step of the first strategy takes."""
     real_s: float
-    """The limit in real time, which depends on this machine."""
+    """The limit in seconds of this machine's time."""
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":

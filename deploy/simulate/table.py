@@ -89,7 +89,7 @@ def cells(row: OutcomeRow) -> tuple[str, ...]:
 
 
 def arithmetic_cells(tokens_per_s: float) -> tuple[str, ...]:
-    """Return the cells, without the last column, of the `at once` row, which is shown before any strategy has run."""
+    """Return the cells of the `at once` row, which is shown before any strategy has run, without its last column."""
     return ("at once", "not run", "not run", f"{tokens_per_s:,.0f}", "none", "none", "none")
 
 

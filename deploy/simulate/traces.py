@@ -24,7 +24,7 @@ from shoal.protocol.toml_file import read_at_most
 
 Kind = Literal["add", "remove"]
 _Rows = Iterator[tuple[int, list[str]]]
-"""An iterator over (number of the line in the file, fields)."""
+"""Yields (number of the line in the file, the line's fields)."""
 
 
 class TraceEvent(NamedTuple):
@@ -208,7 +208,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the absences of a node, with overlapping absences merged: one may be listed twice, with two causes."""
+    """Return a node's absences, with overlapping ones merged: the file may list one absence twice, with two causes."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:

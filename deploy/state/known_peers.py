@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
-"""The most known peers to dial: one of the 16 seen last is up unless the whole run is down."""
+"""The most known peers to dial. If none of the 16 seen last is up, the whole run is down."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
@@ -88,7 +88,7 @@ def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, n
 
 
 def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerID) -> tuple[str, ...]:
-    """Return the addresses of the invite and of the peers seen last, each once, without those of `me`."""
+    """Return the addresses in the invite and those of the peers seen last, each once, without addresses of `me`."""
     remembered = [address for peer in known[:TRIED_MAX] for address in peer.addresses]
     return tuple(address for address in dict.fromkeys((*invited, *remembered)) if split_address(address)[1] != me)
 

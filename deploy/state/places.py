@@ -175,7 +175,6 @@ class Running(msgspec.Struct, frozen=True):
     name: str = ""
     run_name: str = ""
     hosts: bool = False
-    """True if this peer is the run's host."""
 
 
 @contextlib.contextmanager
@@ -236,7 +235,7 @@ def _lives(note: Running) -> bool:
 
 
 def _created_s(pid: int) -> float:
-    """Return a process's start time; on Linux in seconds since boot, which setting the clock does not change."""
+    """Return when a process started, in seconds; on Linux since boot, as setting the clock cannot change that."""
     if not psutil.LINUX:
         return psutil.Process(pid).create_time()
     fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()  # the process name may contain blanks

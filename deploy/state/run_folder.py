@@ -63,7 +63,7 @@ class Kept:
     damaged: Sequence[str]
     """A sentence for each unreadable snapshot."""
     saved: int
-    """The version of the last snapshot that was written here; 0: none was written."""
+    """The version of the last snapshot written into this folder; 0: none was written."""
 
     def newest_whole(self, keys: Collection[str]) -> int | None:
         """Return the version of the newest snapshot that contains all the layers `keys`; None if there is none."""
@@ -159,7 +159,7 @@ class RunFolder:
         return bool(KnownPeers(LiveDisk(self.peer_folder), self.run).read())
 
     def reached(self) -> int:
-        """Return the last step of the run that is known here, from the newest snapshot or `standing.json`."""
+        """Return the last step of the run that the files here show, in the newest snapshot or in `standing.json`."""
         standing = self.standing()
         return max(self.version(), standing.step if standing is not None else 0)
 

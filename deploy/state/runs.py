@@ -32,7 +32,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     """The run's name; empty: unknown."""
     run: str
     role: str
-    """host, volunteer or demo."""
+    """The role of the folder's peer, host or volunteer; or demo, if the folder is a demo's."""
     step: int
     steps: int | None
     loss: float | None

@@ -51,7 +51,7 @@ def said_rate(view: View) -> str:
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """Return a sentence on predicted and actual speed, and one on wire formats; no sentences once the run is done."""
+    """Return a sentence on predicted and actual speed and one on wire formats; nothing once the run is done."""
     return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
@@ -66,7 +66,7 @@ def trouble(view: View) -> str:
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line per stage with experts: each expert's share of tokens, and number of present and future holders."""
+    """Return a line per stage with experts: each expert's share of the tokens, and how many peers hold or fetch it."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

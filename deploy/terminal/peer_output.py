@@ -26,7 +26,6 @@ class PeerOutput:
         self.presenter = Presenter(facts, title=title, console=console)
         self._hosts = False
         self._phase = ""
-        """The last printed phase."""
         self._given: Contribution | None = None
         self._has_status = self._has_left = self._is_summed_up = False
         self.presenter.draw()

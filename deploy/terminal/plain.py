@@ -11,9 +11,9 @@ import typer
 from shoal.deploy.base.words import printable
 
 _UNIT = re.compile(r"(\s*)((?:[^\s`]*`[^`]*`\S*)|shoal join \S+|\S+)")
-"""Matches blanks and the word after them, or a whole command for copying."""
+"""Matches blanks and the next word. A whole command, which people copy, counts as one word."""
 _LABEL = re.compile(r"\s*(?:\S+ {2,})?")
-"""The label of a line: continuation lines are indented to the word after it."""
+"""Matches the label at a line's beginning. Continuation lines are indented to the word after the label."""
 
 
 def say(text: str, *, err: bool = False, whole: bool = False) -> None:

@@ -56,7 +56,7 @@ class Presenter:
         self._trouble = ""
         """The last printed cause of a standstill; empty: the run goes on."""
         self._stood_at = 0
-        """The number of steps that were done when the run last stood still."""
+        """How many steps were done when the run stood still for the last time."""
         self._risks: Sequence[str] = ()
 
     @property

@@ -15,7 +15,8 @@ from shoal.deploy.dashboard.view import ExpertView, PeerState, PeerView, View
 EXPERTS_SHOWN = 16
 """The most experts shown per stage; if there are more, the busiest ones are shown."""
 PEERS_SHOWN = 8
-"""The most peers of a stage that each get a row in the table of experts."""
+"""The table of experts has a row for each peer of a stage if the stage has at most this many peers; else no such
+rows."""
 _COLUMNS: Sequence[tuple[str, Literal["left", "right"]]] = (
     ("stage", "left"),
     ("layers", "left"),
@@ -56,7 +57,7 @@ def stage_table(view: View) -> RenderableType:
 
 
 class _Fitting:
-    """Draws the first of several tables, ordered from most columns to fewest, that fits the width; else the last."""
+    """Draws the first of several tables (most columns first) that fits the width; if none fits, the last."""
 
     def __init__(self, tables: Sequence[Callable[[], Table]]) -> None:
         self._tables = tables
@@ -117,8 +118,8 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
 
 
 def expert_table(view: View) -> RenderableType:
-    """Return a table with a column per expert: its share of the stage's tokens, its copies, and the peers that hold (●)
-    or fetch (○) it. The table shows as many of the busiest experts as fit."""
+    """Return a table with a column for each expert: its share of its stage's tokens, its number of copies, and which
+    peers hold it (●) or fetch it (○). The busiest experts are shown, as many as fit."""
     return _Fitting([partial(_expert_table, view, most) for most in range(EXPERTS_SHOWN, 0, -1)])
 
 

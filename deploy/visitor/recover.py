@@ -75,20 +75,20 @@ class Situation:
     missing: tuple[PeerID, ...]
     """Unreachable members of `base`."""
     term_max: int
-    """The highest plausible term that a reachable peer has promised."""
+    """The highest term that a reachable peer has promised, implausible ones left out."""
     beginning: Beginning | None = None
     """The snapshot to which the run goes back; None: the run goes on from its present state."""
 
     @property
     def version(self) -> int:
-        """The highest version that a reachable peer has in the era (training generation) of `base`."""
+        """The highest model version of a reachable peer in the era (training generation) of `base`."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
 
     @property
     def term(self) -> int:
-        """The mandated plan's term: `RESET_TERMS` above all known ones, or 1 if that is too high: the plan's new
-        override epoch outranks every term."""
+        """The term of the mandated plan: `RESET_TERMS` above all known terms. If that is too high, it is 1, since the
+        plan's new override epoch outranks every term."""
         term = self.term_max + RESET_TERMS
         return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
 
@@ -258,8 +258,8 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """Return the members of the mandated plan: as many as fit into `spare_bytes`, peers with state first. The next
-    plan adds the rest."""
+    """Return the members of the mandated plan, peers with state first, as many as `spare_bytes` has room for. The next
+    plan adds the others."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
@@ -291,7 +291,7 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last override epoch on the owner's disk, which reachable peers may not know. 0: there is none."""
+    """Return the last override epoch that the owner's disk records, which reachable peers may not know; 0: none."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

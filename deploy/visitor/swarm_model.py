@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 _TRIES: Final = 5
-"""The most attempts at work that needs one version of the model throughout."""
+"""The most attempts at work that needs the same model version from its beginning to its end."""
 _KEEP_S: Final = 5.0
-"""Seconds between requests that make the stages keep the version in a pause: lm-eval loads for up to 30 s."""
+"""Seconds without a request after which a small one makes the stages keep the version: lm-eval loads for up to 30 s."""
 
 
 class VersionGone(LocalError):
@@ -56,7 +56,7 @@ class SwarmModel:
     def __init__(self, endpoint: Endpoint, peers: Sequence[PeerID], model: ModelSpec) -> None:
         self._endpoint, self._peers, self.model = endpoint, list(peers), model
         self.answered: set[tuple[int, int]] = set()
-        """(training generation, version) of each answer so far."""
+        """(training generation, model version) of every answer so far."""
         self._version = -1
         self._way = _new_number()
         self._asked_s = -math.inf
@@ -65,7 +65,7 @@ class SwarmModel:
     async def log_likelihoods(
         self, tokens_BT: Tensor, targets_BT: Tensor, begins_BT: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (log-likelihoods of the targets in nats, float32 [B, T]; True if the target is likeliest, [B, T]).
+        """Return (log-likelihood of each target in nats, float32 [B, T]; True where it is the likeliest token, [B, T]).
 
         Args: begins_BT: bool, True where a document begins; None: attention crosses documents.
         Raises: LocalError: no peer answers; the sentence has the last reason.
@@ -86,8 +86,8 @@ class SwarmModel:
         return torch.cat(values), torch.cat(likeliest)
 
     async def candidates(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Return the logits of the token after `tokens`, float32 [V]. If the vocabulary is large, the
-        answer leaves out the least likely tokens; their logit is -inf.
+        """Return the logits of the token that follows `tokens`, float32 [V]. If the vocabulary is large, the swarm
+        omits the least likely tokens; their logit is -inf.
 
         Args:
             session: the number under which the stages keep earlier tokens' state; 0: they keep none.
