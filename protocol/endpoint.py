@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, a group's number in the plan). None: no group, or every group without a handler of its own."""
+"""(message type, group's number in the plan) of a handler. None: messages without a group, or of every other group."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -115,7 +115,8 @@ class Endpoint:
         """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages with this group number in their field `stage`; None: those of all other groups.
+            stage: handle messages with this group number in `stage`; None: those of groups without a handler of their
+                own.
         """
         self._on_message[kind, stage] = handler
 
@@ -155,7 +156,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call `peer`, without our certificate if it has answered before; if it asks for one, repeat the call."""
+        """Call `peer`, without our certificate if it answered us before; repeat the call with it if `peer` asks."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)
@@ -222,7 +223,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; they get no answer."""
+        """Answer a call. Raises: RemoteError: the bytes are no call of this run; their sender gets no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -252,7 +253,8 @@ class Endpoint:
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _is_allowed(self, source: PeerID, kind: type) -> bool:
-        """True if `source` may send us a message of `kind`. If no plan permits it, wait `PLAN_WAIT_S` for the next."""
+        """True if `source` may send us messages of `kind`; if no plan permits it, wait `PLAN_WAIT_S` for one that
+        may."""
         verdict = self.gate.verdict(source, kind)
         if verdict is not Verdict.WAIT or not self._may_wait(source):
             return verdict is Verdict.ALLOWED
@@ -311,7 +313,7 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Return (signer, record) of what `source` stored. Raises: RemoteError: invalid, or the signer may not store it."""
+    """Return (signer, record) of stored bytes. Raises: RemoteError: they are invalid, or not the signer's to store."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):

@@ -45,12 +45,12 @@ _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4":
 
 
 def is_in_few_bits(form: WireFormat) -> bool:
-    """True if the format has tiles (numbers with a common scale): decoding and encoding again then rounds again."""
+    """Return in words the most common format, then in brackets the exceptions with their stages, counted from 0."""
     return form in _TILE_BYTES
 
 
 def tensor_bytes(form: WireFormat | Literal["nf4"], numel: int) -> int:
-    """Return the size in bytes of a tensor of `numel` elements. "nf4" is only for stored weights."""
+    """Return the size in bytes of a tensor of `numel` elements. Only stored weights may have the format "nf4"."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // TILE)

@@ -2,8 +2,8 @@
 
     a message   kind 1 B | number 4 B | length 4 B | body
 
-An answer has the number of its request; each end numbers its own requests. For direct calls libp2p opens a stream each;
-over a carrier each stream would need a key agreement.
+An answer has the number of its request; each end numbers its own requests. For each direct call libp2p opens a stream;
+over a carrier a stream for each call would need a key agreement each time.
 """
 
 import asyncio
@@ -92,7 +92,7 @@ class CallStream:
             self.end()
 
     def end(self) -> None:
-        """Close the stream. Pending calls raise Unreachable."""
+        """Count a stream during this context against the limits. Raises: CarriageRefused: it is beyond a limit."""
         self.is_over = True
         self._timer.cancel()
         self._writer.transport.abort()
@@ -163,7 +163,7 @@ class CarriedCalls:
         await end_tasks(*self._opening.values(), *self._tasks)
 
     async def _open(self, peer: PeerID) -> CallStream:
-        """Open a stream to `peer`. All callers that wait for it share it, and it opens even if some give up."""
+        """Open a stream to `peer`. Concurrent callers share this one stream; it opens even if some of them give up."""
         task = self._opening.get(peer)
         if task is None:
             task = self._opening[peer] = asyncio.create_task(self._opened(peer), name=f"calls to {peer[-8:]}")

@@ -166,7 +166,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Forward bytes until a stream ends at one end and all bytes that came from that end are forwarded."""
+        """Forward bytes both ways until one end has ended its stream and all bytes that it sent have been forwarded."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),

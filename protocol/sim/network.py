@@ -17,7 +17,7 @@ class LinkSpec:
     """The path from one peer to another."""
 
     latency_s: float
-    """One way: from the moment when a byte is sent to its arrival."""
+    """Seconds, one way: from the moment when a byte is sent to its arrival."""
     rate_bytes_per_s: float = math.inf
     """The rate of the path alone; the network cards of both peers limit traffic further."""
     jitter_s: float = 0.0
@@ -27,7 +27,7 @@ class LinkSpec:
     spikes: float = 0.0
     """Probability per message of a delay spike: a delayed call can be overtaken; a delayed frame blocks its stream."""
     spike_s: float = 1.0
-    """The longest spike; spikes are uniform."""
+    """The longest delay spike, in seconds; spikes are uniform."""
     corruption: float = 0.0
     """Probability per message of flipped bits. A damaged frame breaks its stream; a damaged request reaches its
     handler, but its caller gets Unreachable, as for a damaged reply."""

@@ -53,7 +53,7 @@ class Plug:
         self.offers: list[Stream] = []
         """Streams with a frame ready for the uplink; the stream that has waited longest is first."""
         self.tags_served = [0.0] * _NUM_PRIORITIES
-        """Fair-queueing tag of the last frame that left, by priority."""
+        """[priority], fair-queueing tag of the last frame of that priority that left."""
         self.earned_bytes = 0.0
         """Bytes that the longest-waiting stream may send regardless of priorities."""
         self.grant: asyncio.TimerHandle | None = None
@@ -113,7 +113,7 @@ class Stream:
         self.connection = 0
         """A number that grows when the network daemon at either end dies: control messages in flight are then lost."""
         self.tags = [0.0] * _NUM_PRIORITIES
-        """Fair-queueing tag of the next frame, by priority."""
+        """[priority], fair-queueing tag of the next frame of that priority."""
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
