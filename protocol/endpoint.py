@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, group's number in the plan) of a handler. None: messages without a group, or of every other group."""
+"""(message type, group's number in the plan) of a handler. None: for messages of no group, or of any other group."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -115,8 +115,7 @@ class Endpoint:
         """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle messages with this group number in `stage`; None: those of groups without a handler of their
-                own.
+            stage: handle messages of this group (their field `stage`); None: of every group without its own handler.
         """
         self._on_message[kind, stage] = handler
 
@@ -253,8 +252,7 @@ class Endpoint:
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _is_allowed(self, source: PeerID, kind: type) -> bool:
-        """True if `source` may send us messages of `kind`; if no plan permits it, wait `PLAN_WAIT_S` for one that
-        may."""
+        """True if `source` may send us a message of `kind`, now or by a plan that arrives within `PLAN_WAIT_S`."""
         verdict = self.gate.verdict(source, kind)
         if verdict is not Verdict.WAIT or not self._may_wait(source):
             return verdict is Verdict.ALLOWED

@@ -28,7 +28,7 @@ BULK_CHUNK_BYTES: Final = 1024 * 1024
 """Chunk size of gradient parts and state, so that an activation never waits long behind a chunk."""
 
 REPLAY_WINDOW: Final = 4096
-"""Calls with a sequence number this far below the sender's highest one are refused; fewer calls are in flight."""
+"""Calls with a sequence number this far below the sender's highest one are refused; a peer has fewer in flight."""
 CALL_TIMEOUT_S: Final = 10.0
 """Timeout of a control call. It only frees the call's resources: dead peers are detected by measured round trips."""
 
@@ -81,7 +81,7 @@ ELECTED_FROM_PEERS: Final = 256
 ELECTORS: Final = 127
 """Number of electors drawn. If a third of all members lie, liars have a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
-"""Most bytes of live plans with votes (links) kept for absent peers: a day with 9 peers, an hour with 1,000."""
+"""Bytes of plans with votes (links) that are kept for absent peers: a day's with 9 peers, an hour's with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
 """Plans with their votes (links of the chain) in one reply: the receiver checks a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
@@ -158,7 +158,7 @@ LANE_PIECES_HELD_MAX: Final = 1 << 16
 LAYERS_MAX: Final = 1024
 """Decoder layers of a model: ten times the deepest of today. Peers keep a record of each layer."""
 DIM_MAX: Final = 128 * 1024
-"""Most width of a model: six times the widest published (20,480). One layer of this width has 200 G parameters."""
+"""Largest width of a model: six times the widest published (20,480). One layer of this width has 200 G parameters."""
 FFN_DIM_MAX: Final = 8 * DIM_MAX
 VOCABULARY_MAX: Final = 4 * 1024 * 1024
 """Tokens of a vocabulary: sixteen times the largest published (262,144)."""

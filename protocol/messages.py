@@ -332,10 +332,10 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     absent: "tuple[Absence, ...]" = ()
     """Members of the plan that have been silent for a while."""
     records: "tuple[FailureRecord, ...]" = ()
-    """Statistics of peers with irregular heartbeats, for which the coordinator's timeouts are longer."""
+    """Failures of members and recent members; empty in a run without placed experts."""
     calibration: "LayoutCalibration | None" = None
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
-    """Heartbeat statistics of peers with irregular heartbeats; such peers get longer timeouts."""
+    """Statistics of peers with irregular heartbeats, for which the coordinator's timeouts are longer."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
     """Pairs of peers that cannot reach each other, as both report."""
 
@@ -344,7 +344,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, smoothed log(measured speed / speed predicted with current figures), number of steps)."""
+    """One entry per number of stages: (that number, smoothed log(measured / now predicted speed), measured steps)."""
     era: int
     steady_from: int
     """Version of `era` from which the live layout's speed is measured, once all its places are filled; -1: not yet."""
@@ -352,12 +352,11 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Measured / predicted speed when the last search for a better layout began, or when first known; 0: unknown."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """One number for each recent earlier layout: log(measured tokens/s / tokens/s that its first plan predicted)."""
+    """Each recent earlier layout's log(measured tokens/s / tokens/s that its first plan predicted)."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
-    """Mean, mean deviation and recent maximum of the gaps between a peer's heartbeats
-    (`coordinator/adaptive_timeout.py`)."""
+    """Mean, mean deviation and recent maximum of a peer's heartbeat gaps (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float
@@ -487,14 +486,14 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed (of synchronous steps if the run now makes these) predicted from current figures; `sentence` names it."""
+    """Tokens/s that current figures predict, for synchronous steps while the run makes these; `sentence` names them."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
 
 
 class SwarmStatus(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Tokens/s that current figures predict, for synchronous steps while the run makes these; `sentence` names them."""
+    """The swarm's state for `shoal status`, the live view and the dashboard, from the coordinator's heartbeats."""
 
     run: str
     name: str
@@ -619,8 +618,8 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     loss_sum: float
     staleness_sum: int
     held_out: tuple[tuple[int, float, int], ...] = ()
-    """(index, loss, staleness) of microbatches outside the sender's sum, which a round may omit: those that are
-    repeated, or came after a round of the step began."""
+    """(index, loss, staleness) of microbatches outside the sender's sum: repeated ones, and those that came after a
+    round of the step had begun. So a round may omit them."""
 
 
 class RoundMember(_Part, frozen=True):
@@ -1095,7 +1094,7 @@ class ProbeChunk(_Message, frozen=True):
     """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
-    """Number of the probe, repeated in an answer. -1: the receiver starts its clock; other negative: no answer."""
+    """Number of the probe; an answer repeats it. -1: the receiver starts its clock; other negative ones: no answer."""
     echo: bool
     took_s: float = 0.0
     """Seconds, in an answer: from the frame that started the receiver's clock to the frame that is answered."""

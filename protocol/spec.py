@@ -395,8 +395,7 @@ class TrainingSpec(_Section, frozen=True):
     validation_microbatches: int = 4
     """Microbatches of a validation; every validation uses the same ones."""
     commit_deadline_s: float = 0.0
-    """Seconds that a group waits for missing microbatches before it commits a step without them; 0: it waits for
-    all."""
+    """Seconds that a group waits for missing microbatches before it commits a step without them; 0: no limit."""
     commit_quorum: float = 1.0
     """Least share of a step's M microbatches with which a group commits after `commit_deadline_s`."""
 

@@ -45,7 +45,7 @@ _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4":
 
 
 def is_in_few_bits(form: WireFormat) -> bool:
-    """Return in words the most common format, then in brackets the exceptions with their stages, counted from 0."""
+    """True if the format has tiles (numbers with a common scale): decoding and encoding again then rounds again."""
     return form in _TILE_BYTES
 
 
@@ -57,7 +57,7 @@ def tensor_bytes(form: WireFormat | Literal["nf4"], numel: int) -> int:
 
 
 def _said(forms: Sequence[WireFormat], where: str) -> str:
-    """Return the most common format, then the exceptions with their stages in brackets. Stages count from 0."""
+    """Return in words the most common format, then in brackets the exceptions with their stages, counted from 0."""
     counts = Counter(forms)
     most = max(counts, key=lambda form: counts[form], default="nothing")
     others = [

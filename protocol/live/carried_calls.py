@@ -92,7 +92,7 @@ class CallStream:
             self.end()
 
     def end(self) -> None:
-        """Count a stream during this context against the limits. Raises: CarriageRefused: it is beyond a limit."""
+        """Close the stream. Pending calls raise Unreachable."""
         self.is_over = True
         self._timer.cancel()
         self._writer.transport.abort()

@@ -117,7 +117,7 @@ class Carrier:
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
-        """Count a stream while this context lasts. Raises: CarriageRefused: the stream is beyond a limit."""
+        """Count a stream against the limits during this context. Raises: CarriageRefused: it is beyond a limit."""
         if carriage.to == carriage.source:
             raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):

@@ -51,7 +51,7 @@ _DAEMON, _US = 0, 1
 _COUNTED: Final = frozenset(range(1, 12)) - {3, 6, 10}
 """TCP states of connections that count: all but TIME_WAIT, LISTEN, and SYN_RECV, which costs the daemon nothing."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
-"""A network may have this many times as many connections as one address, and open this many times as many."""
+"""A network's limits / an address's limits: those on existing connections and those on newly opened ones."""
 
 Network = bytes
 """Address prefix: four bytes for an IPv4 address and three for a /24, eight for an IPv6 /64 and six for a /48."""
