@@ -58,7 +58,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     attention_factor: float | None = None
     """yarn: cosines and sines are multiplied by this. None: by 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: True: the indices of the first and last frequency with a gradual change are rounded to whole numbers."""
+    """yarn: if True, the indices of the first and last frequency with a gradual change are rounded to whole numbers."""
 
     def __post_init__(self) -> None:
         require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")

@@ -95,7 +95,7 @@ class Endpoint:
         self._knows_us: set[PeerID] = set()
         """Peers that have answered one of our calls, and so have seen our certificate."""
         self.on_heard: Callable[[PeerID], None] = lambda peer: None
-        """Called with the sender of each call and frame from a member, before the message's handler."""
+        """Called with the PeerID of the member that sent a call or frame, before the message's handler runs."""
         self._new_plan = asyncio.Event()
         self._waiting: Counter[PeerID] = Counter()
         self._log_again_s = 0.0
@@ -131,7 +131,7 @@ class Endpoint:
                 del table[address]
 
     def off(self, *handlers: Callable[..., object]) -> None:
-        """Remove these handlers, so that their owner can be freed. Handlers registered later in their place stay."""
+        """Remove these handlers, so that their owner can be freed. A handler that has replaced one of them stays."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address, handler in table.items() if handler in handlers]:
                 del table[address]
@@ -311,7 +311,7 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Return (signer, record) of stored bytes. Raises: RemoteError: they are invalid, or not the signer's to store."""
+    """Return (signer, record) of `data`. Raises: RemoteError: it is invalid, or the signer may not store the record."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):

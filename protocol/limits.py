@@ -8,7 +8,7 @@ PROTOCOL_VERSION: Final = 6
 CONTROL_BYTES_MAX: Final = 256 * 1024
 """Bytes of a control message. A plan for 1,000 peers has about 80 KiB, and a `PlanOffer` contains two plans."""
 ENVELOPE_BYTES_MAX: Final = 1024
-"""Bytes of a control message that its envelope and its fixed fields take at most."""
+"""Most bytes that the envelope and the fixed fields of a control message take together."""
 CONTROL_DEPTH_MAX: Final = 8
 """Nesting depth of a control message. Our messages nest four deep, hivemind's DHT records two."""
 RECORD_BYTES_MAX: Final = 32 * 1024
@@ -25,7 +25,7 @@ FRAME_PAYLOAD_BYTES_MAX: Final = 256 * 1024 * 1024
 STREAM_CREDIT_BYTES: Final = 64 * 1024 * 1024
 """Bytes of frames that one receiver may have in flight or unhandled at a time. A larger frame is sent alone."""
 BULK_CHUNK_BYTES: Final = 1024 * 1024
-"""Chunk size of gradient parts and state, so that an activation never waits long behind a chunk."""
+"""Bytes of a chunk, in which gradient parts and state are sent, so that an activation never waits long behind one."""
 
 REPLAY_WINDOW: Final = 4096
 """Calls with a sequence number this far below the sender's highest one are refused; a peer has fewer in flight."""

@@ -483,7 +483,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     foreseen_tokens_per_s: float
     sentence: str
     seen_tokens_per_s: float = 0.0
-    """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
+    """Median of the recently measured tokens/s, without standstills; 0: too few steps so far."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
     """Tokens/s that current figures predict, for synchronous steps while the run makes these; `sentence` names them."""

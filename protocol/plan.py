@@ -124,7 +124,7 @@ class Plan(
     rollbacks: int = 0
     """Number of eras that began at a snapshot, or at the seed, because state was lost."""
     restore_version: int = 0
-    """The version at which this era began; 0: the run's seed."""
+    """The version with which this era began; 0: it began with the run's first weights."""
     restore_era: int = 0
     not_started: bool = False
     """No step of this era was committed when the plan was made: members without state start with the era's first
@@ -162,7 +162,7 @@ class Plan(
     """Restorable versions, each for the layers of one group; new entries have signatures of the previous plan's
     members."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """Positions in `members` of those with a vote, one tuple for each invite. Empty: every member votes for itself."""
+    """Positions in `members` of those with a vote, a tuple per invite. Empty: every member votes, as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:

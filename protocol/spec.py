@@ -97,13 +97,14 @@ class ModelSpec(_Section, frozen=True):
     num_experts: int = 0
     """Experts E in every decoder layer in place of its SwiGLU; 0: a dense model."""
     experts_per_token: int = 2
-    """Number K of experts to which each token is sent."""
+    """Number K of experts to which a layer sends each token."""
     router_aux_loss: float = 0.01
     """Weight of each layer's load-balancing loss, which is 1 if the load is even."""
     decoder: DecoderSpec = LLAMA
     """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this table."""
     tied: bool = False
-    """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of their gradients."""
+    """True: the head's matrix is the embedding; both ends of the pipeline hold it and apply the sum of their
+    gradients."""
     subspace: int = 0
     """Size k of a subspace, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn
     from the run's seed; the rest of the residual stream is a fixed vector for each token. So stages exchange k numbers
@@ -260,7 +261,7 @@ class DataSpec(_Section, frozen=True):
     Training learns only the assistant's text, and a sample consists of whole conversations. The chat template lies
     beside the tokenizer.json."""
     document_masks: bool | None = None
-    """Stop attention and restart positions at document boundaries. None: only if the format of a source is `chat`."""
+    """True: attention and positions restart at document boundaries. None: only if the format of a source is `chat`."""
     sources: tuple[SourceSpec, ...] = ()
     """Several sources; `source` and the other fields of a single source are then left out."""
 
@@ -435,7 +436,7 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_s: float = 300.0
     """Seconds between further snapshots: the most that is lost if all peers lose power at once. 0: by steps alone."""
     open: bool = False
-    """Anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
+    """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
     """Number of experts that each member of a stage holds, in all of the stage's layers; more if `expert_replicas`
     requires more. 0: experts are not placed: every member holds whole layers with all of their experts."""

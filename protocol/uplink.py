@@ -52,7 +52,7 @@ class UplinkConnection:
     """The kernel's figures of a connection's outgoing half."""
 
     delivered_bytes: int
-    """Bytes acknowledged since the connection opened, in any order."""
+    """Bytes that the other end has acknowledged since the connection opened, in order or not."""
     queued_bytes: int
     """Bytes written into the socket and not acknowledged, whether sent or not."""
     round_trip_s: float
@@ -215,7 +215,8 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to a connection now; beyond the window the next slice waits."""
+        """True if a slice of any size may be written to a connection now; it may exceed the window, but the next
+        waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 

@@ -56,7 +56,7 @@ _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
 Network = bytes
 """Address prefix: four bytes for an IPv4 address and three for a /24, eight for an IPv6 /64 and six for a /48."""
 _WIDER: Final = {4: 3, 8: 6}
-"""Length in bytes of an address's prefix -> length of its network's prefix."""
+"""Bytes of an address's prefix (IPv4, or IPv6 /64) -> bytes of its network's prefix (/24, or IPv6 /48)."""
 
 
 class ConnectionLimit:

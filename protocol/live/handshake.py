@@ -27,7 +27,7 @@ class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
     """Random bytes. The hash of both ends' nonces identifies the stream when an end opens a lane (TCP connection)."""
     lane_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """The TCP port on which the sender accepts lanes; 0: none."""
+    """TCP port on which the sender accepts lanes (further connections of a stream); 0: it accepts none."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -141,7 +141,8 @@ class Cuts:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._found: dict[tuple[int, int], bool] = {}
-        """(source, destination) -> `is_cut` since the last change: a search takes long if there are many cuts."""
+        """(source, destination) -> cached result of `is_cut`; each change empties it. With many cuts a search is
+        slow."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)

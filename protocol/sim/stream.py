@@ -29,7 +29,7 @@ class SimFrame:
     """Bytes on the wire, header and trailer included; also the credit that the frame takes."""
     digest: int
     left: asyncio.Future[None]
-    """Done when the last byte has left; cancelled if the sender has given up."""
+    """Future: done when the last byte has left; cancelled if the sender has given up the frame."""
     epoch: int = 0
     """The stream's epoch when the frame began to leave."""
     is_damaged: bool = False
@@ -143,10 +143,10 @@ class Stream:
         self.epoch += 1
         self.window = CreditWindow()
         self.waiting: tuple[deque[SimFrame], ...] = ()
-        """Waiting frames by priority; empty before the first frame."""
+        """Frames that have not begun to leave, one queue for each priority; empty before the first frame."""
         self.leaving: SimFrame | None = None
         self.held: list[SimFrame] = []
-        """Frames held by a cut; they arrive in order once the cut heals."""
+        """Frames that a cut holds back between sender and receiver; they arrive in order once the cut heals."""
         self.held_credits: list[int] = []
         self.first_byte_s = self.arrives_s = 0.0
 
