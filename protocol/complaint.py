@@ -65,8 +65,8 @@ def complaint(error: Exception, kind: type) -> str:
 
 
 def misspelt(found: object, kind: type) -> str:
-    """Return one line about the first field in `found` that is a misspelt field of `kind`; "" if there is none. Meant
-    for files that may also have fields that we do not read (`unread`).
+    """Return one line about the first field in `found` that looks like a misspelt field of `kind`; "" if there is none.
+    Meant for files that may also have fields that we do not read (`unread`).
 
     Args:
         found: the file's content, decoded to plain dicts and lists.

@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, group's number in the plan) of a handler. None: for messages of no group, or of any other group."""
+"""(message type, group's number in the plan) of a handler. None: the handler serves all other messages of the type."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")

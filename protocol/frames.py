@@ -170,8 +170,7 @@ class CreditWindow:
         self.outstanding_bytes = 0
 
     def admits(self, frame_bytes: int) -> bool:
-        """True if a frame may be sent now. A frame larger than the window is sent only if no other frame is in
-        flight."""
+        """True if a frame may be sent now. A frame larger than the window is sent only if no other one is in flight."""
         return self.outstanding_bytes == 0 or self.outstanding_bytes + frame_bytes <= self.limit_bytes
 
     def take(self, frame_bytes: int) -> None:

@@ -347,7 +347,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """One entry per number of stages: (that number, smoothed log(measured / now predicted speed), measured steps)."""
     era: int
     steady_from: int
-    """Version of `era` from which the live layout's speed is measured, once all its places are filled; -1: not yet."""
+    """Version of `era` from which the live layout's speed counts, soon after all its places are filled; -1: not yet."""
     noted: float = 0.0
     """Measured / predicted speed when the last search for a better layout began, or when first known; 0: unknown."""
     factor_then: float = 1.0
@@ -1097,7 +1097,7 @@ class ProbeChunk(_Message, frozen=True):
     """Number of the probe; an answer repeats it. -1: the receiver starts its clock; other negative ones: no answer."""
     echo: bool
     took_s: float = 0.0
-    """Seconds, in an answer: from the frame that started the receiver's clock to the frame that is answered."""
+    """Seconds, only in an answer: from the frame that started the receiver's clock to the frame that is answered."""
 
 
 # fmt: off

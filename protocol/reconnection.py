@@ -38,7 +38,7 @@ UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Pause between two dials / length of the peer's absence so far: 0.05, so 3 s after a minute."""
+"""Pause between two dials, as a fraction of the peer's absence so far: 3 s after a minute."""
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
 """Timeouts of successive dials, used in turn. A dial that lasts longer than libp2p's own limit of five seconds blocks

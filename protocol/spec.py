@@ -103,8 +103,7 @@ class ModelSpec(_Section, frozen=True):
     decoder: DecoderSpec = LLAMA
     """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this table."""
     tied: bool = False
-    """True: the head's matrix is the embedding; both ends of the pipeline hold it and apply the sum of their
-    gradients."""
+    """True: the head's matrix is the embedding; both pipeline ends hold it and apply the sum of their gradients."""
     subspace: int = 0
     """Size k of a subspace, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn
     from the run's seed; the rest of the residual stream is a fixed vector for each token. So stages exchange k numbers

@@ -215,7 +215,7 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to a connection now; it may exceed the window, but the next
+        """True if a slice of any size may be written to the connection now. It may exceed the window; the next
         waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes

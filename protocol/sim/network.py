@@ -21,8 +21,7 @@ class LinkSpec:
     rate_bytes_per_s: float = math.inf
     """The rate of the path alone; the network cards of both peers limit traffic further."""
     jitter_s: float = 0.0
-    """Longest extra delay of a message, in seconds; delays are uniform from 0 on. Frames of a stream keep their
-    order."""
+    """Longest extra delay of a message, in seconds; delays are uniform from 0. Frames of a stream keep their order."""
     loss: float = 0.0
     """Probability per message. A lost frame is late by a round trip or more (TCP retransmits); a lost call is gone."""
     spikes: float = 0.0

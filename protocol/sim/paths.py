@@ -141,8 +141,7 @@ class Cuts:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._found: dict[tuple[int, int], bool] = {}
-        """(source, destination) -> cached result of `is_cut`; each change empties it. With many cuts a search is
-        slow."""
+        """(source, destination) -> cached result of `is_cut`; each change empties it. Many cuts make a search slow."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)
