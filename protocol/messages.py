@@ -1097,7 +1097,7 @@ class ProbeChunk(_Message, frozen=True):
     """Number of the probe; an answer repeats it. -1: the receiver starts its clock; other negative ones: no answer."""
     echo: bool
     took_s: float = 0.0
-    """Seconds, only in an answer: from the frame that started the receiver's clock to the frame that is answered."""
+    """Seconds, set in answers: from the frame that started the receiver's clock to the frame that is answered."""
 
 
 # fmt: off

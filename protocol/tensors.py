@@ -174,7 +174,8 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """Split a decoder layer's key into (its index, unit). Unit: "trunk", an expert's number, or None (all of it)."""
+    """Split a decoder layer's key into (its index, unit). Unit: "trunk", an expert's number, or None: the whole
+    layer."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)
     if index >= model.num_layers:
