@@ -16,7 +16,7 @@ from blake3 import blake3
 from shoal.protocol.identity import PeerID
 
 JURY = 15
-"""Maximum number of members that sign for a group: plans carry the signatures. Larger groups draw this many by lot."""
+"""Most members that sign for one group, since plans carry the signatures; larger groups draw this many by lot."""
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
@@ -45,7 +45,7 @@ class _Proven(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_lik
 
     @cached_property
     def body(self) -> bytes:
-        """The bytes that the group's members sign."""
+        """The bytes that each member of the group's jury signs."""
         return state_body(era=self.era, version=self.version, root=root_of(self.proofs))
 
 
@@ -59,8 +59,8 @@ class Certified(_Proven, frozen=True):
     """Digests of a group's layers at a version, signed by a majority of the group."""
 
     signatures: tuple[tuple[int, bytes], ...] = ()
-    """(position in the group's `jury` under the previous plan, that member's signature of `body`). Only the first plan
-    with this certificate has them: its voters check the signatures, and later plans leave them out."""
+    """(position in the group's `jury` under the previous plan, that member's signature of `body`) of each signer. Only
+    the first plan with this certificate carries them, for its voters to check; later plans leave them out."""
 
     @property
     def age(self) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 _READ_MAX: Final = 256
-"""We look for misspellings in at most this many names of one table, and in names of at most this many letters."""
+"""Limits of the search for misspellings: it reads at most this many names of a table, and no name with more letters."""
 _SLIP: Final = 0.9
 """Least similarity (`difflib`) at which an unknown field counts as a misspelling of a known field, in files that may
 have extra fields: `num_layer` for `num_layers` (0.95) counts, `num_devices` for `devices` (0.78) does not."""
@@ -65,8 +65,8 @@ def complaint(error: Exception, kind: type) -> str:
 
 
 def misspelt(found: object, kind: type) -> str:
-    """Return one line about the first misspelt field in `found`, or "". For files that may also have fields that we do
-    not read (`unread`).
+    """Return one line about the first field in `found` that looks like a misspelt field of `kind`; "" if there is none.
+    Meant for files that may also have fields that we do not read (`unread`).
 
     Args:
         found: the file's content, decoded to plain dicts and lists.
@@ -80,7 +80,7 @@ def misspelt(found: object, kind: type) -> str:
 
 
 def unread(found: object, kind: type) -> tuple[str, ...]:
-    """List the fields of `found`, a file's content as plain dicts and lists, that the msgspec struct `kind` lacks."""
+    """Return the names of the fields in `found`, a file's content as dicts and lists, that the struct `kind` lacks."""
     names = _field_names(kind)
     return tuple(name for name in found if name not in names) if isinstance(found, dict) else ()
 
@@ -113,7 +113,7 @@ def _type_at(kind: Any, path: str) -> Any:
 
 
 def _inside(kind: Any, *, is_element: bool) -> Any:
-    """Return a field's type `kind` without the alternative `None`; if `is_element`, the type of its list elements."""
+    """Return `kind`, a field's type, without the alternative `None`; if `is_element`, the type of its list elements."""
     if get_origin(kind) in (Union, UnionType):
         parts = [part for part in get_args(kind) if part is not type(None)]
         kind = parts[0] if len(parts) == 1 else kind

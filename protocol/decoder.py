@@ -21,7 +21,7 @@ def require(condition: bool, sentence: str) -> None:
 
 
 def require_positive(section: msgspec.Struct, **most: float) -> None:
-    """Check that the fields named in `most` are > 0, finite, and at most the given limits. Raises: ValueError."""
+    """Check that each field named in `most` is > 0, finite, and at most the value given for it. Raises: ValueError."""
     for name, largest in most.items():
         value = getattr(section, name)
         require(0 < value < math.inf, f"{name} must be positive, is {value}")
@@ -58,7 +58,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     attention_factor: float | None = None
     """yarn: cosines and sines are multiplied by this. None: by 0.1 ln(factor) + 1."""
     truncate: bool = True
-    """yarn: the first and the last index of the frequencies with a gradual change are rounded to whole numbers."""
+    """yarn: if True, the indices of the first and last frequency with a gradual change are rounded to whole numbers."""
 
     def __post_init__(self) -> None:
         require(1 <= self.factor < math.inf, f"factor must be 1 at least, is {self.factor}")
@@ -97,7 +97,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     rope: RopeScaling | None = None
     """Scaling of the rotary frequencies; None: they are not scaled."""
     attention_bias: Literal["none", "qkv", "all"] = "none"
-    """Attention projections with biases. "qkv": queries, keys and values; "all": the output projection, too."""
+    """Attention projections that have a bias. "qkv": queries, keys and values; "all": also the output projection."""
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
     """Normalisation of queries and keys before the rotation: over each head, or over the whole projection."""
@@ -106,7 +106,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     norm_plus_one: bool = False
     """A norm multiplies by 1 + w instead of w, so that its weights lie around 0."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
-    """Activation of the feed-forward's gate: SwiGLU or GeGLU."""
+    """Activation of the feed-forward's gate: "silu" makes it SwiGLU, "gelu_tanh" GeGLU."""
     window: int = 0
     """Sliding attention window in tokens, including the token itself; 0: full causal attention."""
     full_layers: tuple[int, ...] = ()
@@ -114,7 +114,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     window_rope_theta: float | None = None
     """Base of the (unscaled) rotary frequencies in layers with a window. None: as in the other layers."""
     score_dim: int | None = None
-    """Attention scores are divided by the square root of this number. None: by that of the head size."""
+    """Attention scores are divided by the square root of this number; None: by the square root of the head size."""
     attention_softcap: float = 0.0
     """Soft cap c: attention scores become c tanh(score / c). 0: no cap."""
     logit_softcap: float = 0.0
@@ -176,7 +176,7 @@ EXPERT_FAMILIES: Final[Mapping[str, Mapping[str, Any]]] = {
 
 @lru_cache(maxsize=1024)
 def family_of(decoder: DecoderSpec, *, head_size: int | None, experts: bool) -> str:
-    """Return a decoder's family. Args: head_size: None: width / heads. Raises: ValueError: no family fits."""
+    """Return a decoder's family. Args: head_size: None: it is width / heads. Raises: ValueError: no family fits."""
     said = {name: getattr(decoder, name) for name in decoder.__struct_fields__} | {"head_size": head_size}
     usual = {name: getattr(LLAMA, name) for name in decoder.__struct_fields__} | {"head_size": None}
     families = EXPERT_FAMILIES if experts else FAMILIES

@@ -14,8 +14,8 @@ BURST_S: Final = 10.0
 """Longest idle time that counts as rest; a small run makes some steps in it. If more idle time counted, the device
 could afterwards work for whole minutes without a rest."""
 BESIDE_MAX_S: Final = 30.0
-"""Largest debt of other work that only half of the added seconds repay: a coordinator needs 15 to 20 s to compile and
-to make its first search."""
+"""Largest debt of other work, in seconds, that only half of the added seconds repay; the part above it is repaid from
+all of them. A coordinator needs 15 to 20 s to compile and to make its first search."""
 _BESIDE_PART: Final = 0.5
 
 

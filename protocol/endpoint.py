@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, a group's number in the plan). None: no group, or every group without a handler of its own."""
+"""(message type, group's number in the plan) of a handler. None: the handler serves all other messages of the type."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -95,7 +95,7 @@ class Endpoint:
         self._knows_us: set[PeerID] = set()
         """Peers that have answered one of our calls, and so have seen our certificate."""
         self.on_heard: Callable[[PeerID], None] = lambda peer: None
-        """Called with the sender of each call and frame from a member, before the message's handler."""
+        """Called with the PeerID of the member that sent a call or frame, before the message's handler runs."""
         self._new_plan = asyncio.Event()
         self._waiting: Counter[PeerID] = Counter()
         self._log_again_s = 0.0
@@ -115,7 +115,7 @@ class Endpoint:
         """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
 
         Args:
-            stage: handle only messages with this group number in their field `stage`; None: those of all other groups.
+            stage: handle messages of this group (their field `stage`); None: of every group without its own handler.
         """
         self._on_message[kind, stage] = handler
 
@@ -131,7 +131,7 @@ class Endpoint:
                 del table[address]
 
     def off(self, *handlers: Callable[..., object]) -> None:
-        """Remove these handlers, so that their owner can be freed. Handlers registered later in their place stay."""
+        """Remove these handlers, so that their owner can be freed. A handler that has replaced one of them stays."""
         for table in (self._on_message, self._on_frame):
             for address in [address for address, handler in table.items() if handler in handlers]:
                 del table[address]
@@ -155,7 +155,7 @@ class Endpoint:
         return reply
 
     async def _call(self, peer: PeerID, message: msgspec.Struct, timeout_s: float) -> msgspec.Struct:
-        """Call `peer`, without our certificate if it has answered before; if it asks for one, repeat the call."""
+        """Call `peer`, without our certificate if it answered us before; repeat the call with it if `peer` asks."""
         shown = self.members.certificate
         for certificate in (b"", shown) if peer in self._knows_us else (shown,):
             request = self._seal("call", message, certificate)
@@ -222,7 +222,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: a stranger's bytes are no call of this run; they get no answer."""
+        """Answer a call. Raises: RemoteError: the bytes are no call of this run; their sender gets no answer."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)
@@ -252,7 +252,7 @@ class Endpoint:
             self._log_again_s = now_s + REFUSALS_LOGGED_S
 
     async def _is_allowed(self, source: PeerID, kind: type) -> bool:
-        """True if `source` may send us a message of `kind`. If no plan permits it, wait `PLAN_WAIT_S` for the next."""
+        """True if `source` may send us a message of `kind`, now or by a plan that arrives within `PLAN_WAIT_S`."""
         verdict = self.gate.verdict(source, kind)
         if verdict is not Verdict.WAIT or not self._may_wait(source):
             return verdict is Verdict.ALLOWED
@@ -311,7 +311,7 @@ def _handler(handlers: dict[_Address, H], message: msgspec.Struct) -> H | None:
 
 
 def open_signed_record(seals: Seals, gate: Gate, run: str, data: bytes, source: PeerID) -> tuple[PeerID, Any]:
-    """Return (signer, record) of what `source` stored. Raises: RemoteError: invalid, or the signer may not store it."""
+    """Return (signer, record) of `data`. Raises: RemoteError: it is invalid, or the signer may not store the record."""
     envelope, record = _opened_record(seals, run, data, source)
     gate.members.show(envelope.sender, envelope.certificate)
     if not gate.may_sign(envelope.sender, type(record)):

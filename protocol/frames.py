@@ -122,7 +122,7 @@ def encode_lanes(sequence: int, count: int) -> bytes:
 
 
 def decode_lanes(frame: Frame, source: PeerID) -> int:
-    """Return the number of lanes (TCP connections) that `source` requests. Raises: RemoteError: it is invalid."""
+    """Return the number of lanes (TCP connections) that `source` requests. Raises: RemoteError: `frame` is invalid."""
     if frame.type is not FrameType.LANES or len(frame.meta) != _LANES.size or frame.payload:
         raise RemoteError(source, "sent a malformed request for lanes")
     (count,) = _LANES.unpack(frame.meta)
@@ -163,14 +163,14 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Counts a stream's bytes (whole frames) that are in flight or not yet handled. Each end has one."""
+    """Counts the bytes of a stream's frames that are sent and not yet handled. Each end keeps such a count."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
         self.outstanding_bytes = 0
 
     def admits(self, frame_bytes: int) -> bool:
-        """True if a frame may be sent now. A frame larger than the window is sent while no other frame is in flight."""
+        """True if a frame may be sent now. A frame larger than the window is sent only if no other one is in flight."""
         return self.outstanding_bytes == 0 or self.outstanding_bytes + frame_bytes <= self.limit_bytes
 
     def take(self, frame_bytes: int) -> None:

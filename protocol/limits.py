@@ -8,7 +8,7 @@ PROTOCOL_VERSION: Final = 6
 CONTROL_BYTES_MAX: Final = 256 * 1024
 """Bytes of a control message. A plan for 1,000 peers has about 80 KiB, and a `PlanOffer` contains two plans."""
 ENVELOPE_BYTES_MAX: Final = 1024
-"""Bytes of a control message that its envelope and its fixed fields take at most."""
+"""Most bytes that the envelope and the fixed fields of a control message take together."""
 CONTROL_DEPTH_MAX: Final = 8
 """Nesting depth of a control message. Our messages nest four deep, hivemind's DHT records two."""
 RECORD_BYTES_MAX: Final = 32 * 1024
@@ -23,14 +23,14 @@ FRAME_META_BYTES_MAX: Final = 4 * 1024
 FRAME_PAYLOAD_BYTES_MAX: Final = 256 * 1024 * 1024
 """Bytes of one tensor frame's payload: an activation of 8 x 4096 tokens, 4096 wide, in bf16."""
 STREAM_CREDIT_BYTES: Final = 64 * 1024 * 1024
-"""Bytes of frames to one receiver that may be sent and not handled yet. A larger frame is sent alone."""
+"""Bytes of frames that one receiver may have in flight or unhandled at a time. A larger frame is sent alone."""
 BULK_CHUNK_BYTES: Final = 1024 * 1024
-"""Chunk size of gradient parts and state, so that an activation never waits long behind a chunk."""
+"""Bytes of a chunk, in which gradient parts and state are sent, so that an activation never waits long behind one."""
 
 REPLAY_WINDOW: Final = 4096
-"""How far a call's sequence number may be below the sender's highest one: more calls than a peer has in flight."""
+"""Calls with a sequence number this far below the sender's highest one are refused; a peer has fewer in flight."""
 CALL_TIMEOUT_S: Final = 10.0
-"""Timeout that frees a control call's resources. Dead peers are detected by measured round trips instead."""
+"""Timeout of a control call. It only frees the call's resources: dead peers are detected by measured round trips."""
 
 CERTIFICATE_BYTES_MAX: Final = 256
 """Bytes of a certificate: two signatures of 64, a key of 32 and the invite's terms make 180."""
@@ -38,15 +38,15 @@ OPEN_NEWCOMERS_MIN: Final = 4
 """Newcomers that an open run has on probation at a time; half the number of members if that is more. This slows down an
 attacker that invents peers."""
 OPEN_PROBATION_S: Final = 60.0
-"""How long a newcomer's claimed speeds are capped at the median peer's; by then its neighbours have measured it."""
+"""Seconds for which a newcomer's claimed speeds count as at most the median peer's; then they have been measured."""
 OPEN_PER_NETWORK_MAX: Final = 32
 """Members of an open run from one network of 256 addresses. Members without a public address count as one network."""
 EXCLUDED_KEYS_MAX: Final = 640
 """Keys that one exclusion order may name, with their invites: such an order has 45 KiB, and every plan carries it."""
 EXCLUSION_BYTES_MAX: Final = 48 * 1024
-"""Bytes of one exclusion order: `EXCLUDED_KEYS_MAX` keys, or fewer and a majority's signatures (of 127 electors)."""
+"""Bytes of one exclusion order: `EXCLUDED_KEYS_MAX` keys, or fewer and the signatures of a majority of 127 electors."""
 EXCLUSIONS_MAX: Final = 16
-"""Exclusion orders in a plan, the owner's included. As many further orders may be collecting votes."""
+"""Most exclusion orders in a plan, the owner's included. As many further orders may be collecting votes."""
 PLANS_SERVED: Final = 16
 """How many of the newest plans that we obeyed can give a peer its role: a draining member has no place in the newest
 plan, and with many joins and losses there may be a plan a second."""
@@ -64,35 +64,35 @@ ADDRESS_CHARS_MAX: Final = 256
 STAGES_MAX: Final = 256
 PEERS_MAX: Final = 20_000
 TERM_MAX: Final = 1 << 48
-"""Highest leadership term of a plan, grant or claim: after a term close to 2^64 none could be higher."""
+"""Highest leadership term of a plan, grant or claim. If a term were close to 2^64, no later term could be higher."""
 SEQUENCE_MAX: Final = 1 << 48
 """Highest `Plan.sequence`, and highest `Plan.seed`."""
 OVERRIDE_EPOCH_MAX: Final = 1 << 32
 ERA_MAX: Final = 1 << 48
 VERSION_MAX: Final = 1 << 48
 TERM_JUMP_MAX: Final = 1 << 20
-"""How far a term may rise at once: two years of one term a minute. So `TERM_MAX` is at least 2^28 voted plans away."""
+"""Largest rise of the term at once: a term a minute for two years. So at least 2^28 voted plans precede `TERM_MAX`."""
 SEQUENCE_JUMP_MAX: Final = 1 << 20
 ERA_JUMP_MAX: Final = 1 << 16
-"""How far a plan may raise the era (training generation): a new era is above all that members know or have on disk."""
+"""Largest rise of the era (training generation) in a plan: a new era exceeds all that members know or have on disk."""
 ELECTED_FROM_PEERS: Final = 256
 """If a plan has more members than this, its voters (electors) are drawn by lot. The 129 votes of a majority of 256 have
 9 KiB and take 15 ms to check."""
 ELECTORS: Final = 127
-"""Number of electors drawn. If a third of all members lie, they are a majority in one plan of nineteen thousand."""
+"""Number of electors drawn. If a third of all members lie, liars have a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
-"""Bytes of live plans with votes (links) kept for absent peers: enough for a day with 9 peers, an hour with 1,000."""
+"""Bytes of plans with votes (links) that are kept for absent peers: a day's with 9 peers, an hour's with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
 """Plans with their votes (links of the chain) in one reply: the receiver checks a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
 EXPERTS_PER_FRAME_MAX: Final = 256
-"""Experts for which one frame has tokens: the frame's header names each expert in a few bytes."""
+"""Most experts for which one frame has tokens, since the frame's header takes a few bytes to name each expert."""
 QUEUED_TOKENS_MAX: Final = 4096
-"""Expert requests that a peer queues: a microbatch in flight makes such requests for one layer at a time."""
+"""Most expert requests in a peer's queue. Each microbatch in flight makes requests for only one layer at a time."""
 QUEUED_TOKENS_OF_ONE_MAX: Final = QUEUED_TOKENS_MAX // 8
-"""Queued expert requests of one sender that are not answered yet: more than the sender has microbatches in flight."""
+"""Most unanswered expert requests of one sender in the queue; a sender has fewer microbatches in flight than this."""
 REFUSED_TOKENS_OF_ONE_MAX: Final = 64
-"""Refusals in flight to one sender of expert requests, or to all strangers together; further refusals are dropped."""
+"""Most refusals of expert requests in flight to one sender, or to all strangers together; others are dropped."""
 MICROBATCHES_PER_STEP_MAX: Final = 4096
 INFERENCE_TOKENS_MAX: Final = 4096
 """Tokens of one inference request, all rows together: an fp32 activation of width 8,192 then has 128 MiB."""
@@ -110,8 +110,8 @@ WAITING_STREAMS_MAX: Final = 256
 """Streams of all peers that have brought no HELLO yet. Each is an open file, and a process often has 1,024. If a
 thousand peers open streams to a newcomer at once, those beyond the limit try again a round trip later."""
 CARRIED_STREAMS_OF_ONE_MAX: Final = 32
-"""Streams that a peer carries (passes on) for one member: two of frames and up to two of calls with each of eight other
-members."""
+"""Most streams that a peer carries (passes on) for one member. With each of eight other members, a member needs two for
+frames and up to two for calls."""
 CARRIED_STREAMS_MAX: Final = 128
 """Streams that a peer carries for all members; each has two open files and up to 400 KB of waiting bytes."""
 CARRIED_ARRIVING_OF_ONE_MAX: Final = 16
@@ -127,8 +127,8 @@ CONNECTIONS_OF_NETWORK_MAX: Final = 512
 """TCP connections of one public IPv4 network (/24) or IPv6 site (/48) with a peer's daemon, with at most 128 counted
 for each address: a stranger rents a network as easily as an address. A member has one or two connections."""
 CONNECTIONS_OPENED_MAX: Final = 512
-"""Connections that a public address may open at once, even if it closes them: each of 128 members four times. A network
-may open four times as many. Each costs the daemon 0.4 ms, for a key and a signature."""
+"""Most connections that a public address opens at once, even if it closes them: enough for 128 members with four each.
+A network may open four times as many. Each costs the daemon 0.4 ms, for a key and a signature."""
 CONNECTIONS_OPENED_PER_S: Final = 2.0
 """Connections that a public address may open per second in the long run: an honest member opens one after each cut."""
 SHUT_OUT_S: Final = 60.0
@@ -153,12 +153,12 @@ LANES_OF_ALL_MAX: Final = 256
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
 """Unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all theirs at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
-"""Pieces of one stream that wait for earlier pieces. Credit bounds their bytes: 64 MiB are some thousand pieces."""
+"""Most pieces of one stream that wait for earlier ones. Credit limits their bytes: 64 MiB are some thousand pieces."""
 
 LAYERS_MAX: Final = 1024
 """Decoder layers of a model: ten times the deepest of today. Peers keep a record of each layer."""
 DIM_MAX: Final = 128 * 1024
-"""Width of a model: six times the widest published (20,480). One such layer has 200 G parameters."""
+"""Largest width of a model: six times the widest published (20,480). One layer of this width has 200 G parameters."""
 FFN_DIM_MAX: Final = 8 * DIM_MAX
 VOCABULARY_MAX: Final = 4 * 1024 * 1024
 """Tokens of a vocabulary: sixteen times the largest published (262,144)."""
@@ -175,7 +175,7 @@ TOML_BYTES_MAX: Final = 1024 * 1024
 """Bytes of a run or scenario file. Python parses a megabyte of TOML in a third of a second."""
 TRACE_BYTES_MAX: Final = 16 * 1024 * 1024
 TRACE_EVENTS_MAX: Final = 100_000
-"""Joins and departures in a trace: twenty times those of nine years of a cluster (LANL, system 16)."""
+"""Most joins and departures in a trace: twenty times the number in nine years of a cluster (LANL, system 16)."""
 TRACE_REPLAYED_MAX: Final = 5_000_000
 """Events of a trace times the number of copies of it that a simulation replays side by side."""
 REPORTS_PER_HEARTBEAT_MAX: Final = 16
@@ -188,7 +188,7 @@ PROBES_PER_REPLY_MAX: Final = 4
 TOGETHER_MAX: Final = 8
 """Most links that a peer measures at the same time, and most peers behind one network card that measure together."""
 QUEUED_MICROBATCHES_MAX: Final = 1024
-"""Activations that a peer queues for its stage; honest stage-0 peers have far fewer in flight in all."""
+"""Most activations in the queue of a peer's stage; all honest stage-0 peers together have far fewer in flight."""
 
 RECENT_PLANS_MAX: Final = 16
 """Obeyed plans that a peer remembers: a drain takes 30 seconds, and a large swarm makes a plan every few seconds."""
@@ -199,34 +199,34 @@ DRAINING_S_MAX: Final = 120.0
 """How long a group waits for a removed member that still drains: twice the longest drain. Without this limit, a member
 that claims for ever to drain would stop the group from reducing."""
 DIGESTS_OF_ONE_MAX: Final = 32
-"""Versions for which we keep one member's digest: twice the lag up to which a group waits for a digest."""
+"""Most versions for which we keep one member's digest: twice the lag up to which its group waits for its digest."""
 DIGEST_CHARS_MAX: Final = 64
 """Characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
-"""We note a group member's contributions only to steps less than this many ahead of our version. If a member is further
-ahead, the group fetches that member's state to catch up; then the member repeats its contributions."""
+"""Contributions of a group member are noted only for steps less than this many ahead of our version. If a member is
+further ahead, the group fetches that member's state to catch up; then the member repeats its contributions."""
 ATTESTATIONS_OF_ONE_MAX: Final = 32
 """Versions for which one holder's signature is kept while a newcomer joins."""
 WITNESSED_VERSIONS_MAX: Final = 16
-"""Versions that a holder of state keeps until the other holders' signatures arrive: with a small model, those of a
-second. If states are large it keeps as many as fit into `PINNED_BYTES_MAX`, but at least two."""
+"""Most versions of its state that a holder keeps until the other holders' signatures arrive: a small model makes about
+as many in a second. A holder of a large state keeps those that fit into `PINNED_BYTES_MAX`, but at least two."""
 SIGNATURES_PER_OFFER_MAX: Final = 512
 """Signatures in one `StateOffer`: a majority of 1,000 holders, about 60 KiB."""
 HALTED_S_MAX: Final = 30.0
-"""How long the run pauses for one leaving member: as long as a leave takes. It pauses again for that member only after
-the member has been away."""
+"""Longest pause of the run for one leaving member, which needs no longer to leave. The run pauses for that member again
+only after the member has been away."""
 REPAIRED_SHARE: Final = 0.05
-"""Share of the run's microbatches, in the long run, that one member may ask to compute again. In addition it may ask
-for `s_max` + 2 whole steps at once: what a stage lacks when its only holder dies, even if requested twice."""
+"""Share of the run's microbatches, in the long run, that one member may ask others to compute again. It may also ask
+for `s_max` + 2 whole steps at once: a stage loses these when its only holder dies, even if requested twice."""
 RESTARTS_MAX: Final = 4.0
 RESTARTS_PER_S: Final = 1 / 300
-"""How often a group readmits a member that restarts: `RESTARTS_MAX` times at once, this often in the long run."""
+"""Restarts of a member per second that its group accepts in the long run; it accepts `RESTARTS_MAX` of them at once."""
 SAVES_OF_ONE_MAX: Final = 4
-"""How many versions one leaving member may ask us to save (for its stage and its experts) before it has been away."""
+"""Most versions that one leaving member may ask us to save, for its stage and its experts, until it has been away."""
 KEEPING_SHARE: Final = 0.5
 """Share of the time, in the long run, that a peer spends on fetching copies of one member's state."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""Seconds beyond `KEEPING_SHARE` for one member's copies: a leaving member's last copy may follow a scheduled one."""
+"""Seconds for one member's copies on top of `KEEPING_SHARE`: a leaving member's last copy may follow another copy."""
 KEEPING_S_MIN: Final = 1.0
 """Least time that counts for a copy, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0

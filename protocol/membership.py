@@ -47,7 +47,7 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
     key: bytes
     expires_s: int
-    """Expiry of the invite's certificates, seconds since 1970; 0: none."""
+    """Expiry of the invite's certificates, in seconds since 1970; 0: they do not expire."""
     seats: int
     """Members that the invite allows at a time; 0: any number."""
     may_train: bool
@@ -183,7 +183,7 @@ class Members:
         """Members of recently obeyed plans: they stay members if their certificates expire. None: this peer knows no
         plan, and so accepts every expired certificate."""
         self.guests: deque[PeerID] = deque(maxlen=64)
-        """Peer IDs of commands that run on this machine, which have a member's permissions."""
+        """Peer IDs of commands that run on this machine; these have a member's permissions."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
@@ -252,7 +252,7 @@ class Members:
 
     @property
     def should_renew(self) -> bool:
-        """True if our certificate ends in less than three quarters of `RENEWED_FOR_S`."""
+        """True if our certificate is valid for less than three quarters of `RENEWED_FOR_S` from now."""
         ends_s = _CERTIFICATES.decode(self.certificate).ends_s if self.certificate else 0
         return 0 < ends_s < self._wall_s() + 0.75 * RENEWED_FOR_S
 

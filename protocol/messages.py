@@ -113,7 +113,7 @@ class CommitReport(_Part, frozen=True, kw_only=True):
 class ValidationReport(_Part, frozen=True, kw_only=True):
     era: int = 0
     step: int
-    """The validated version."""
+    """The version of the weights that was validated."""
     loss: float
     microbatches: int
 
@@ -140,7 +140,7 @@ class PaceMark(_Part, frozen=True, array_like=True):
 
 
 class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
-    """Every peer sends its coordinator one heartbeat per `heartbeat_s` seconds."""
+    """Sent by every peer to its coordinator, every `heartbeat_s` seconds."""
 
     advert: Advert
     plan_sequence: int
@@ -166,10 +166,10 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     carried: Holding | None = None
     """State of the last layout that the sender keeps in memory for the layers' new holders."""
     unfetched_bytes: int = 0
-    """Bytes that the sender still has to prefetch for the layout that follows the plan `plan_sequence`: layers, and the
-    gradients of the steps by which prefetched layers lag. 0 also if the sender has no room to prefetch."""
+    """Bytes that the sender must still prefetch for the layout that follows the plan `plan_sequence`: the layers, and
+    the gradients of the steps that prefetched layers lack. 0 also if the sender has no room to prefetch."""
     held: tuple[tuple[int, int], ...] = ()
-    """(expert group, version) of each expert's state that the sender holds."""
+    """(expert group, version) of each expert that the sender holds: the version of the expert's state."""
     loads: tuple[int, ...] = ()
     """Tokens that the sender's microbatches have sent to each placed expert since the sender joined its stage."""
     silent: tuple[PeerID, ...] = ()
@@ -215,7 +215,7 @@ class HeartbeatReply(_Message, frozen=True):
     probe: tuple[PeerID, ...] = ()
     """Peers, at most `PROBES_PER_REPLY_MAX`, to which the receiver is to measure its link."""
     beside: tuple[PeerID, ...] = ()
-    """Peers, at most `TOGETHER_MAX`, that claim to share the receiver's network card, to measure the card together."""
+    """Peers (at most `TOGETHER_MAX`) that claim to share the receiver's network card, to measure it together."""
     in_doubt: bool = False
     """The run is far slower than the known devices and links explain: frames on busy links now count as probes."""
 
@@ -328,14 +328,14 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     """The sender has searched for a better layout and found none that was worth moving the layers."""
     plans: "tuple[PlanNote, ...]" = ()
     loads: tuple[tuple[float, ...], ...] = ()
-    """Recent tokens of each placed expert of each stage; empty for a stage without figures."""
+    """[stage][expert], recent number of tokens of each placed expert; empty for a stage without figures."""
     absent: "tuple[Absence, ...]" = ()
     """Members of the plan that have been silent for a while."""
     records: "tuple[FailureRecord, ...]" = ()
     """Failures of members and recent members; empty in a run without placed experts."""
     calibration: "LayoutCalibration | None" = None
     arrivals: "tuple[ArrivalStatistics, ...]" = ()
-    """Heartbeat statistics of peers with irregular heartbeats; such peers get longer timeouts."""
+    """Statistics of peers with irregular heartbeats, for which the coordinator's timeouts are longer."""
     unreachable: "tuple[UnreachablePair, ...]" = ()
     """Pairs of peers that cannot reach each other, as both report."""
 
@@ -344,19 +344,19 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, smoothed log(measured speed / speed predicted with current figures), steps measured)."""
+    """One entry per number of stages: (that number, smoothed log(measured / now predicted speed), measured steps)."""
     era: int
     steady_from: int
-    """The version of `era` since which every place of the live layout is filled; -1: some place is still empty."""
+    """Version of `era` from which the live layout's speed counts, soon after all its places are filled; -1: not yet."""
     noted: float = 0.0
-    """Measured / predicted speed when the last search for a better layout began; 0: not compared yet."""
+    """Measured / predicted speed when the last search for a better layout began, or when first known; 0: unknown."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """The log(measured tokens/s / tokens/s that the layout's first plan predicted) of each recent earlier layout."""
+    """Each recent earlier layout's log(measured tokens/s / tokens/s that its first plan predicted)."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
-    """Mean, mean deviation and recent maximum of the gaps between heartbeats (`coordinator/adaptive_timeout.py`)."""
+    """Mean, mean deviation and recent maximum of a peer's heartbeat gaps (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float
@@ -434,7 +434,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     forward_s: float
     window: int
     share: float = 0.0
-    """Planned share of its stage's traffic; 0 for a spare."""
+    """Planned share of its stage's microbatches, in [0, 1]; 0 for a spare."""
     flop_per_s: float = 0.0
     paused_s: float | None = None
     """`paused_s`, `shortages` and `light` are copied from the peer's heartbeat."""
@@ -472,9 +472,9 @@ class FailureRecord(_Part, frozen=True, array_like=True):
 
     peer: PeerID
     failures: float
-    """Number of times that the peer was lost without a Leave; older losses count in part."""
+    """Number of times that the peer was lost without a Leave; an older loss counts as less than one."""
     seen_s: float
-    """Seconds for which the peer was watched, so that a failure would have been noticed."""
+    """Seconds for which coordinators have watched the peer, in which they would have noticed a failure."""
 
 
 class Comparison(_Part, frozen=True, omit_defaults=True):
@@ -483,10 +483,10 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     foreseen_tokens_per_s: float
     sentence: str
     seen_tokens_per_s: float = 0.0
-    """Median of the recent measured speed, standstills left out; 0: too few steps yet."""
+    """Median of the recently measured tokens/s, without standstills; 0: too few steps so far."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Speed (of synchronous steps if the run now makes these) predicted from current figures; `sentence` names it."""
+    """Tokens/s that current figures predict, for synchronous steps while the run makes these; `sentence` names them."""
     bound: str = ""
     """The current bottleneck (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -612,20 +612,21 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     indices: bytes
     """Bitmap: bit i is set if microbatch i is accumulated."""
     leader: PeerID
-    """The sender's choice of the group's leader, or empty. A member leads once all ready members have chosen it."""
+    """The member that the sender chose as the group's leader, or empty. It leads once all ready members chose it."""
     claimed: bytes
-    """Bitmap, stage 0 only: microbatches granted to the sender, accumulated or not."""
+    """Bitmap of the microbatches granted to the sender, whether accumulated or not; only in stage 0."""
     loss_sum: float
     staleness_sum: int
     held_out: tuple[tuple[int, float, int], ...] = ()
-    """(index, loss, staleness) of repeated microbatches; the sender's sum excludes them, so a round may omit them."""
+    """(index, loss, staleness) of microbatches outside the sender's sum: repeated ones, and those that came after a
+    round of the step had begun. So a round may omit them."""
 
 
 class RoundMember(_Part, frozen=True):
     peer: PeerID
     bandwidth: float
     indices: bytes
-    """Bitmap of the member's contribution: microbatches in its sum, and those of `held_out` that the leader chose."""
+    """Bitmap of the member's contribution: microbatches in its sum, and the leader's choice of those in `held_out`."""
 
 
 class RoundStart(EraMessage, frozen=True, rename={"learners": "light"}):
@@ -687,8 +688,8 @@ class Grant(EraMessage, frozen=True):
 
     items: tuple[tuple[int, int], ...]
     steps_ahead: int = -1
-    """How many later steps the leader lets its group begin; -1: unknown. `gain` scales the number of microbatches in
-    flight (`protocol/running_ahead.py`)."""
+    """How many steps ahead of the group's version the leader lets microbatches begin; -1: not chosen yet. `gain` is the
+    factor g on the number of microbatches in flight (`protocol/running_ahead.py`)."""
     gain: float = 1.0
 
 
@@ -753,8 +754,8 @@ class StateRequest(EraMessage, frozen=True):
     layers: tuple[str, ...]
     version: int = -1
     stored_era: int = -1
-    """If >= 0, describe the stored snapshot of that era's `version`, with those of `layers` that it contains. -1: the
-    state that trains now; -2: the run's first parameters; -3: the current parameters alone, rounded to bf16."""
+    """State to describe. >= 0: the stored snapshot of that era's `version`, with those of `layers` that it contains;
+    -1: the state that trains now; -2: the run's first parameters; -3: the current parameters, rounded to bf16."""
     ahead: bool = False
     """The sender prefetches the one layer in `layers` for the next layout: it fetches the current state, replays later
     steps, and compares its result with the holders when the layout ends. So the offer needs no digest."""
@@ -817,7 +818,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     2: moments, 3: the reduced gradient with which the layer stepped to `version`."""
 
     stored_era: int = -1
-    """`stored_era` of the StateRequest; for a gradient, the era of the gradient."""
+    """The StateRequest's `stored_era`; if a gradient is requested, the gradient's era."""
 
     version: int
     layer: str
@@ -825,7 +826,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     start: int
     stop: int
     via: PeerID | None = None
-    """The peer from which the receiver is to fetch the elements and pass them on; None: the receiver has them."""
+    """Peer from which the receiver is to fetch the elements, to pass them on; None: the receiver has them itself."""
     base: int = -1
     """The version of the sender's bf16 parameters, if the receiver has offered the difference to that version
     (`StateOffer.base`); -1: send full values."""
@@ -850,7 +851,7 @@ class TiedRequest(EraMessage, frozen=True):
     step: int
     serial: int = 0
     peek: bool = False
-    """Only ask whether the receiver has (or does not need) the sum of both ends' gradients; no gradient is sent."""
+    """True: the receiver only says if it has (or does not need) the sum of both ends' gradients; it sends none."""
 
 
 class TiedOffer(EraMessage, frozen=True):
@@ -874,9 +875,9 @@ class InferenceRequest(_Message, frozen=True, kw_only=True):
     rows: int = 1
     position: int = 0
     tokens: bytes
-    """int32 [rows, T]."""
+    """Token ids, int32 [rows, T], one row for each sequence."""
     targets: bytes = b""
-    """int32 [rows, T], targets to score; `IGNORED` at positions without one. Empty: predict the next token."""
+    """Targets to score, int32 [rows, T], `IGNORED` at positions without a target. Empty: predict the next token."""
     begins: bytes = b""
     """uint8 [rows, T], 1 where a document begins. Empty: attention crosses documents."""
 
@@ -963,7 +964,7 @@ Message = (
 
 class Activation(EraMessage, frozen=True, rename={"retried": "again"}):
     """Sent to the next stage. Payload: the activation [B, T, D] in the wire dtype, then targets [B, T] as int32, then
-    their weights if the run leaves some targets out (`peer/pipeline/wire.py`)."""
+    the microbatch's weight if the run leaves some targets out (`peer/pipeline/wire.py`)."""
 
     stage: int
     incarnation: int
@@ -985,7 +986,7 @@ class Gradient(EraMessage, frozen=True):
     """Seconds that the microbatch spent in queues since the receiver sent its activation; the receiver subtracts them
     from the round trip."""
     commit_s: float
-    """Seconds from a step's last contribution to the next version: the longest at the sender's or a later stage."""
+    """Longest commit in the sender's and later stages: seconds from a step's last contribution to the next version."""
 
 
 class ExpertTokens(EraMessage, frozen=True, kw_only=True):
@@ -996,7 +997,7 @@ class ExpertTokens(EraMessage, frozen=True, kw_only=True):
     """The sender's stage, to which the experts belong."""
     incarnation: int
     passage: int
-    """Number of the sender's run of the microbatch: a run may be given up and repeated under another number."""
+    """Number of the sender's attempt to run the microbatch; an attempt that is given up is repeated under a new one."""
     serial: int
     """Number of this request among the sender's requests under this `incarnation`; a repeated request keeps the
     number."""
@@ -1066,7 +1067,7 @@ class StateChunk(EraMessage, frozen=True, kw_only=True):
     tensor: int
     start: int
     base: int = -1
-    """The bf16 version to which this is the difference (`peer/encoding/difference.py`); -1: full values."""
+    """Version of bf16 parameters to which this is the difference (`peer/encoding/difference.py`); -1: full values."""
 
 
 class ReducedChunk(EraMessage, frozen=True):
@@ -1093,10 +1094,10 @@ class ProbeChunk(_Message, frozen=True):
     """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
-    """Number of the probe. -1 starts the receiver's clock; other negative numbers expect no answer."""
+    """Number of the probe; an answer repeats it. -1: the receiver starts its clock; other negative ones: no answer."""
     echo: bool
     took_s: float = 0.0
-    """Set in an answer: seconds from the frame that started the receiver's clock to the frame that is answered."""
+    """Seconds, set in answers: from the frame that started the receiver's clock to the frame that is answered."""
 
 
 # fmt: off

@@ -47,8 +47,8 @@ class Member(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like
     share: float
     bandwidth: float
     since: int = 0
-    """Sequence of the plan that gave the member this place, which it has held ever since. By this number a peer that
-    missed plans learns that it was removed meanwhile: its group continued without it, so its state may differ."""
+    """Sequence of the plan since which the member has held this place without a break. A peer that missed plans sees by
+    it if it was removed meanwhile: its group then continued without it, so its state may differ."""
 
 
 class Stage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True, dict=True):
@@ -124,7 +124,7 @@ class Plan(
     rollbacks: int = 0
     """Number of eras that began at a snapshot, or at the seed, because state was lost."""
     restore_version: int = 0
-    """The version at which this era began; 0: the run's seed."""
+    """The version with which this era began; 0: it began with the run's first weights."""
     restore_era: int = 0
     not_started: bool = False
     """No step of this era was committed when the plan was made: members without state start with the era's first
@@ -162,7 +162,7 @@ class Plan(
     """Restorable versions, each for the layers of one group; new entries have signatures of the previous plan's
     members."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """Positions in `members` of those with a vote, grouped by invite. Empty: every member votes, as its own group."""
+    """Positions in `members` of those with a vote, a tuple per invite. Empty: every member votes, as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -240,13 +240,13 @@ class Plan(
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """Return the sequence of the plan since which `peer` is in its stage; without a stage, this plan's sequence."""
+        """Return the sequence of the plan since which `peer` holds its stage; without a stage, this plan's sequence."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
     @cached_property
     def _places(self) -> dict[PeerID, tuple[int, int]]:
-        """Stage member -> (stage, sequence of the plan since which the member is in that stage)."""
+        """Stage member -> (stage, sequence of the plan since which the member holds that stage without a break)."""
         return {m.peer: (index, m.since) for index, stage in enumerate(self.stages) for m in stage.members}
 
     # --- groups ---
@@ -279,12 +279,12 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in the group; if it is not, this plan's sequence."""
+        """Return the sequence of the plan since which `peer` is in `group`; if it is not, this plan's sequence."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
     def _seats(self) -> dict[PeerID, dict[int, int]]:
-        """Member -> group number -> sequence of the plan since which the member is in the group."""
+        """Member -> number of each of its groups -> sequence of the plan since which the member is in that group."""
         seats: dict[PeerID, dict[int, int]] = {}
         holders = [entry.members for entry in self.stages] + [entry.members for entry in self.experts]
         for group, members in enumerate(holders):
@@ -326,7 +326,7 @@ class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     ballot: int
     """The term of the offer: the plan's own, or a later one if another coordinator finished the plan."""
     votes: tuple[tuple[int, bytes], ...]
-    """(position among the predecessor's electors, signature of `vote_body`)."""
+    """(voter's position among the predecessor's electors, the voter's signature of `vote_body`) for each vote."""
 
 
 class SignedPlan(msgspec.Struct, frozen=True, dict=True):

@@ -38,7 +38,7 @@ UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Pause between two dials, as a share of the peer's absence so far: 3 s after a minute."""
+"""Pause between two dials, as a fraction of the peer's absence so far: 3 s after a minute."""
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
 """Timeouts of successive dials, used in turn. A dial that lasts longer than libp2p's own limit of five seconds blocks
@@ -72,7 +72,7 @@ class DialOutcome(Enum):
 
     REACHED = auto()
     REFUSED = auto()
-    """The machine answers, but no peer listens at the port, or another one does."""
+    """A machine answers at the address, but nothing listens at the port, or a peer other than the dialled one does."""
     NO_ANSWER = auto()
 
 
@@ -109,7 +109,7 @@ class Reconnection:
     _unchanged: dict[PeerID, tuple[frozenset[str], float]] = field(default_factory=dict)
     _dialled: set[PeerID] = field(default_factory=set)
     _stalled_s: dict[str, float] = field(default_factory=dict)
-    """Connection -> the time since which we have waited for an acknowledgement without receiving anything."""
+    """Connection -> time since which it has had unacknowledged data and has received nothing."""
     _unanswered: dict[PeerID, int] = field(default_factory=dict)
 
     def want(self, peers: Collection[PeerID], now_s: float) -> None:
@@ -291,5 +291,5 @@ class Reconnection:
 
 def goes_first(me: PeerID, peer: PeerID, *, ours: bool, theirs: bool) -> bool:
     """Return True if we dial first when both ends have lost their connections. If only one end can be dialled (`ours`:
-    we can, `theirs`: the peer can), the other end dials first; else the end with the lower PeerID."""
+    we can, `theirs`: the peer can), the end that cannot be dialled dials first; else the end with the lower PeerID."""
     return theirs if ours != theirs else me < peer

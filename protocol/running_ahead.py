@@ -47,8 +47,8 @@ from dataclasses import dataclass
 from shoal.protocol.staleness import Price
 
 BUSY_LACK = 0.1
-"""The slowest device is busy for e(g) = g^3 / (g^3 + 0.1) of the time, with g times the microbatches that fill the
-pipeline in flight. Simulated (six equal stages, jobs of +-30 %): with g = 1, 1.1, 1.25, 1.5, 2 it is busy for 88, 92.5,
+"""The slowest device is busy for e(g) = g^3 / (g^3 + 0.1) of the time if g times as many microbatches are in flight as
+fill the pipeline. Simulated (six equal stages, jobs of +-30 %): with g = 1, 1.1, 1.25, 1.5, 2 it is busy for 88, 92.5,
 95, 97.5 and 99 % of the time; this formula gives 91, 93, 95, 97 and 99."""
 GAIN_STEP = 0.05
 
@@ -71,7 +71,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return the least fraction of the uncommitted step's gradients that is back when a stale microbatch begins."""
+        """Return the least share of the uncommitted step's gradients that is back when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
@@ -88,7 +88,7 @@ class Choice:
     steps_ahead: int
     """k: the most steps that a microbatch may be ahead; 0: synchronous."""
     gain: float
-    """g: a later step's microbatch may begin while fewer are in flight than g times what fills the pipeline (r R)."""
+    """g: a later step's microbatches begin only while fewer than g r R are in flight; r R of them fill the pipeline."""
     step_s: float
     staleness_steps: float
 

@@ -53,9 +53,9 @@ BaseFormat = Literal["fp32", "bf16", "int8", "nf4"]
 AUTO_STAGES: Final = "auto"
 """The value of `swarm.stages` that lets the coordinator choose the number of stages."""
 CONTINUED_MAX = 64
-"""Continuations that a spec may list: the spec must fit into a directory record."""
+"""Most continuations that a spec may list: the spec must fit into a directory record."""
 BASE_CHARS_MAX = 120
-"""Characters of the base model's name, and of its licence's name."""
+"""Most characters of the base model's name, and of its licence's name."""
 
 
 class _Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -97,13 +97,13 @@ class ModelSpec(_Section, frozen=True):
     num_experts: int = 0
     """Experts E in every decoder layer in place of its SwiGLU; 0: a dense model."""
     experts_per_token: int = 2
-    """Number K of experts to which each token is sent."""
+    """Number K of experts to which a layer sends each token."""
     router_aux_loss: float = 0.01
     """Weight of each layer's load-balancing loss, which is 1 if the load is even."""
     decoder: DecoderSpec = LLAMA
     """Differences from Llama's decoder (`protocol/decoder.py`). `shoal import` writes this table."""
     tied: bool = False
-    """The head's matrix is the embedding. Both ends of the pipeline hold it and apply the sum of their gradients."""
+    """True: the head's matrix is the embedding; both pipeline ends hold it and apply the sum of their gradients."""
     subspace: int = 0
     """Size k of a subspace, less than `dim`; 0: none. Each layer adds to a token only k coordinates in a subspace drawn
     from the run's seed; the rest of the residual stream is a fixed vector for each token. So stages exchange k numbers
@@ -211,7 +211,7 @@ class ModelSpec(_Section, frozen=True):
 
 
 _OF_EXPERTS = {"experts_per_token": 2, "router_aux_loss": 0.01}
-"""The defaults of fields that a dense model must not set."""
+"""Fields that only a model with experts may set, with their defaults."""
 
 
 class SourceSpec(_Section, frozen=True):
@@ -248,7 +248,7 @@ class DataSpec(_Section, frozen=True):
     subset: str = ""
     """Name of the subset, for a data set that has several."""
     split: str = "train"
-    """The split of a data set, for training and validation."""
+    """The split of a data set from which the texts for training and for validation come."""
     tokens_max: int = 0
     """Read at most this many tokens; 0: read everything."""
     tokenizer: str = "bytes"
@@ -260,7 +260,7 @@ class DataSpec(_Section, frozen=True):
     Training learns only the assistant's text, and a sample consists of whole conversations. The chat template lies
     beside the tokenizer.json."""
     document_masks: bool | None = None
-    """Stop attention and restart positions at document boundaries. None: only if the format of a source is `chat`."""
+    """True: attention and positions restart at document boundaries. None: only if the format of a source is `chat`."""
     sources: tuple[SourceSpec, ...] = ()
     """Several sources; `source` and the other fields of a single source are then left out."""
 
@@ -290,7 +290,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def each(self) -> tuple["DataSpec", ...]:
-        """One `DataSpec` with a single source for each data source."""
+        """One `DataSpec` for each data source, with this source alone."""
         if not self.sources:
             return (self,)
         masks = self.masks_documents
@@ -352,7 +352,7 @@ class OptimizerSpec(_Section, frozen=True):
     peak; `wsd` (warm-up, stable, decay) stays at the peak and falls in the last `decay_steps`. Take `wsd` or `constant`
     if the run's length is not known yet: `shoal.peer.model.schedule` explains what happens when a run is continued."""
     decay_steps: int | None = None
-    """Number of steps in which the rate of `wsd` falls. None: a fifth of the run's steps."""
+    """Number of the run's last steps in which the learning rate of `wsd` falls. None: a fifth of the run's steps."""
     final_learning_rate_fraction: float = 0.1
     """Last learning rate of a falling schedule, as a fraction of the peak."""
     clip_norm: float = 1.0
@@ -372,7 +372,7 @@ class TrainingSpec(_Section, frozen=True):
     steps: int = 400
     """Optimizer steps of the run."""
     microbatches_per_step: int = 8
-    """M: microbatches in a step, which uses their mean gradient. A run file without it gets a number that fits."""
+    """M: microbatches in a step, which uses their mean gradient. If a run file leaves it out, a rule chooses it."""
     microbatch_size: int = 4
     """Samples in a microbatch."""
     s_max: int = 1
@@ -395,8 +395,7 @@ class TrainingSpec(_Section, frozen=True):
     validation_microbatches: int = 4
     """Microbatches of a validation; every validation uses the same ones."""
     commit_deadline_s: float = 0.0
-    """Seconds that a group waits for missing microbatches of a step before it commits with those that it has; 0: it
-    waits for all of them."""
+    """Seconds that a group waits for missing microbatches before it commits a step without them; 0: no limit."""
     commit_quorum: float = 1.0
     """Least share of a step's M microbatches with which a group commits after `commit_deadline_s`."""
 
@@ -436,7 +435,7 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_s: float = 300.0
     """Seconds between further snapshots: the most that is lost if all peers lose power at once. 0: by steps alone."""
     open: bool = False
-    """Anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
+    """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
     """Number of experts that each member of a stage holds, in all of the stage's layers; more if `expert_replicas`
     requires more. 0: experts are not placed: every member holds whole layers with all of their experts."""
@@ -574,7 +573,7 @@ class ContinuedSpec(_Section, frozen=True):
     at: int
     """The first step of the continuation."""
     steps: int
-    """`training.steps` before the continuation."""
+    """The value of `training.steps` before the continuation."""
     schedule: Literal["cosine", "constant", "wsd"] = "cosine"
     decay_steps: int | None = None
 
@@ -656,9 +655,9 @@ class RunSpec(_Section, frozen=True):
 
     @property
     def labels_bytes(self) -> int:
-        """Bytes of the numbers, of four bytes each, that travel with a microbatch's activation
-        (`peer/pipeline/wire.py`): the targets, their weights if training leaves some out, and in a subspace model the
-        tokens that the targets do not determine."""
+        """Bytes of the four-byte numbers that travel with a microbatch's activation (`peer/pipeline/wire.py`): the
+        targets, the microbatch's weight if training leaves some out, and in a subspace model the tokens that the
+        targets do not show."""
         tokens, leaves_out = self.training.microbatch_size * self.model.context, self.data.leaves_out_targets
         of_subspace = (tokens if leaves_out else self.training.microbatch_size) if self.model.subspace else 0
         return 4 * (tokens + leaves_out + of_subspace)
@@ -737,7 +736,7 @@ _LATER = {
     "wire": ("activation_gradients",),
     "initial": ("name", "licence"),
 }
-"""Fields that the encoded bytes leave out at their defaults, since the first specs did not have these fields."""
+"""Section -> fields that the encoded bytes leave out if they have their defaults, since the first specs lacked them."""
 _DEFAULTS = RunSpec()
 
 _REPLACED = {

@@ -29,11 +29,11 @@ class Price:
     """Price and power of mean staleness in the factor 1 + price s^power."""
 
     at_one: float
-    """Additional steps, as a fraction of all, at a staleness of one step; >= 0."""
+    """Additional steps at a staleness of one step, as a fraction of a synchronous run's steps; >= 0."""
     half_powers: int = 2
-    """Twice the power, > 0, a whole number: products and square roots have the same digits on all machines."""
+    """Twice the power, > 0. It is whole, because products and square roots have the same digits on all machines."""
     unseen: "Price | None" = None
-    """The price if a stale microbatch's weights include nothing of the uncommitted step; None: the same price."""
+    """The price if a stale microbatch's weights lack all gradients of the uncommitted step; None: the same price."""
 
     def more_steps(self, staleness_steps: float, *, seen: float = 1.0) -> float:
         """Return the factor, >= 1, by which staleness raises the number of steps to a loss.
@@ -70,14 +70,14 @@ _LIKE: Final = MappingProxyType(
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}
-"""Muon's prices, and NAdam's powers except for `none`, are from earlier initial weights; other powers are guesses."""
+"""Muon's prices, and NAdam's powers but that of `none`, are from earlier initial weights; other powers are guesses."""
 
 
 def synchronous_steps(optimizer: str, *, warmup_steps: int) -> int:
     """Return the best number of synchronous first steps, >= 0.
 
-    Source: ours, with 20 warm-up steps: AdamW and NAdam with 0, 20 and 40 synchronous steps, NAdam also with 80, Muon
-    with 0 and 20; SGD was not measured.
+    Source: our runs with 20 warm-up steps. They had 0, 20 and 40 synchronous steps with AdamW and NAdam, also 80 with
+    NAdam, and 0 and 20 with Muon; SGD was not measured.
     """
     return 0 if optimizer == "muon" else 2 * warmup_steps
 

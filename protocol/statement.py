@@ -13,7 +13,7 @@ from shoal.protocol.identity import Identity, PeerID, verify
 
 Topic = Literal["invite", "member", "exclusion", "vote", "state", "end", "carried-from", "carried-to", "transfer"]
 VerifySignature = Callable[[PeerID, bytes, bytes], bool]
-"""(signer, signature, body) -> True if the signature is the signer's, for a run and a topic that the function knows."""
+"""(signer, signature, body) -> True if `signer` made the signature, for the run and topic that are built in."""
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:

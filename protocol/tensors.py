@@ -17,7 +17,7 @@ Shapes = dict[str, tuple[int, ...]]
 BACKWARD_PER_FORWARD: Final = 2.0
 """A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
 ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
-"""Backward per forward work if only adapters train; the adapters' own products (a few hundredths) are not counted."""
+"""Backward work / forward work if only adapters train; the adapters' own products (a few hundredths) do not count."""
 EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
 HEAD_MATRIX: Final = "lm_head.weight"
 EXPERT_MATRICES: Final = ("w1", "w2", "w3")
@@ -39,7 +39,7 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> names of norms. `post_attention_layernorm` is after the residual sum in "pre", else before it."""
+"""`decoder.norms` -> norms. `post_attention_layernorm` is applied after the residual sum in "pre", else before it."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
@@ -121,13 +121,13 @@ def router_name(model: ModelSpec, index: int) -> str:
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Count the elements of a layer, or of a unit of a layer. Return (in matrices, in norms and biases)."""
+    """Return (elements in matrices, in norms and biases) of a layer, or of a unit (trunk or one expert) of it."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Count a decoder layer's elements without experts or feed-forward. Return (in matrices, in norms and biases)."""
+    """Return (elements in matrices, in norms and biases) of a decoder layer without experts or feed-forward."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")
@@ -174,7 +174,8 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """Return (index of the decoder layer, unit). The unit: "trunk", an expert's number, or None (all)."""
+    """Split a decoder layer's key into (its index, unit). Unit: "trunk", an expert's number, or None: the whole
+    layer."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)
     if index >= model.num_layers:

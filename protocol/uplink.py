@@ -27,8 +27,8 @@ from dataclasses import dataclass, field
 from typing import Final
 
 QUEUE_S: Final = 0.1
-"""Bytes to keep queued before the line, in seconds of its rate: long enough for five looks at the queue, and short
-against a heartbeat's interval."""
+"""Size of the queue to keep before the line, in seconds that the line takes to send it: long enough for five looks at
+the queue, and short against a heartbeat's interval."""
 WINDOW_BYTES_MIN: Final = 16 * 1024
 """Least window, about ten packets: TCP begins with as many, and detects a loss by three later packets."""
 WINDOW_BYTES_FIRST: Final = 64 * 1024
@@ -38,11 +38,11 @@ _SAMPLE_S: Final = 0.1
 _NUM_SAMPLES: Final = 6
 """The line's rate is the maximum of this many samples. With fewer, TCP's recovery from a loss would lower the rate."""
 _NUM_PATH_SAMPLES: Final = 20
-"""A connection's rate is the maximum of this many samples. The connection is often slow because others share the line.
-With many samples the rate that the connection had alone is remembered until the next burst."""
+"""A connection's rate is the maximum of this many samples. It often falls because others share the line; with many
+samples the rate that the connection had alone is remembered until its next burst."""
 _UNSEEN_S: Final = 0.5
-"""Bytes that we have written, and the kernel does not show, count as queued for one to two times this time. After that
-they are taken to wait in the daemon, or to have used another path."""
+"""Bytes that we have written and the kernel does not show count as queued for one to two times this time. Later we
+assume that they wait in the daemon, or have used another path."""
 _PAUSE_S: Final = 0.5
 """A pause between two looks that is longer than this starts a new sample."""
 
@@ -52,7 +52,7 @@ class UplinkConnection:
     """The kernel's figures of a connection's outgoing half."""
 
     delivered_bytes: int
-    """Bytes acknowledged since the connection opened, in any order."""
+    """Bytes that the other end has acknowledged since the connection opened, in order or not."""
     queued_bytes: int
     """Bytes written into the socket and not acknowledged, whether sent or not."""
     round_trip_s: float
@@ -106,8 +106,8 @@ class _Rate:
         return max(self._least_bytes, self.bytes_per_s * (round_trip_s + QUEUE_S))
 
     def queue_bytes(self, round_trip_s: float) -> float:
-        """Return the most of a connection's queued bytes that count for the line's window: rate x (round trip +
-        `QUEUE_S`)."""
+        """Return how many of a connection's queued bytes count at most towards the line's window: rate x (round trip +
+        `QUEUE_S`), and at least `WINDOW_BYTES_FIRST` until the connection was busy."""
         queue_bytes = self.bytes_per_s * (round_trip_s + QUEUE_S)
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 
@@ -139,7 +139,7 @@ class _Path:
 
     @property
     def counted_bytes(self) -> float:
-        """The queued bytes that count for the line's window. All other queued bytes wait for a slow receiver."""
+        """The queued bytes that count towards the line's window. The others are taken to wait for a slow receiver."""
         return min(self.backlog_bytes, _PATH_GAIN * self.rate.queue_bytes(self.seen.round_trip_s))
 
     def wrote(self, nbytes: float) -> None:
@@ -147,7 +147,7 @@ class _Path:
         self._written = (self._written[0] + nbytes, self._written[1])
 
     def look(self, now: UplinkConnection, now_s: float) -> int:
-        """Return the bytes delivered since the last call; 0 if nothing was queued at that call."""
+        """Return the bytes delivered since the last call; 0 if no byte was queued when that call was made."""
         was_busy = self.backlog_bytes > 0.0
         before, self.seen = self.seen, now
         delivered = max(0, now.delivered_bytes - before.delivered_bytes) if was_busy else 0
@@ -215,7 +215,8 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to a connection now; beyond the window the next slice waits."""
+        """True if a slice of any size may be written to the connection now. It may exceed the window; the next
+        waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 

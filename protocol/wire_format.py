@@ -50,14 +50,14 @@ def is_in_few_bits(form: WireFormat) -> bool:
 
 
 def tensor_bytes(form: WireFormat | Literal["nf4"], numel: int) -> int:
-    """Return the size in bytes of a tensor of `numel` elements. "nf4" is only for stored weights."""
+    """Return the size in bytes of a tensor of `numel` elements. Only stored weights may have the format "nf4"."""
     if form in _PLAIN_BYTES:
         return _PLAIN_BYTES[form] * numel
     return _TILE_BYTES[form] * -(-numel // TILE)
 
 
 def _said(forms: Sequence[WireFormat], where: str) -> str:
-    """Return the most common format, then the exceptions with their stages in brackets. Stages count from 0."""
+    """Return in words the most common format, then in brackets the exceptions with their stages, counted from 0."""
     counts = Counter(forms)
     most = max(counts, key=lambda form: counts[form], default="nothing")
     others = [

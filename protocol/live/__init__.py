@@ -24,7 +24,7 @@ _PART_OF: dict[str, dict[str, str]] = {
         "get_logger": "logging",
     },
 }
-"""Package -> name that other modules of hivemind import from the package -> submodule that defines the name."""
+"""Package -> (name that other hivemind modules import from the package -> submodule in which the name is defined)."""
 
 
 class _WithoutContents(MetaPathFinder, Loader):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 ABOUT_NAME = "/shoal/about"
 _SOMEBODY_ELSE = "peer id mismatch"
-"""go-libp2p's message when a handshake shows another key than the address names."""
+"""Part of go-libp2p's error when the handshake shows another key than the one in the dialled address."""
 
 
 _Name = Annotated[str, msgspec.Meta(max_length=64)]
@@ -38,7 +38,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """The port on which the caller listens, and asks us to dial it; 0: it asks for no dial."""
+    """Port on which the caller listens and which we are to dial; 0: the caller asks for no dial."""
     run_mark: str = ""
     """Hash of the run about which the caller asks (`mark_of`); only peers that know the run's id recognise it."""
 

@@ -17,7 +17,7 @@ class Allowance(Generic[S]):
     most: float
     per_s: float
     _spent: OrderedDict[S, tuple[float, float]] = field(default_factory=OrderedDict)
-    """Source -> (tokens spent, time at which this number was true), least recent source first."""
+    """Source -> (tokens spent, time at which that number was counted), least recently used source first."""
 
     def takes(self, source: S, now_s: float, number: int = 1) -> bool:
         """Return True, and count the events, if the allowance of `source` permits `number` more events."""

@@ -76,7 +76,7 @@ Said = TypeVar("Said", Carry, Carried, CarriageAnswer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
-    """Return those remote multiaddrs of a connected peer that another peer could dial (plain TCP, without a relay)."""
+    """Return a connected peer's remote multiaddrs that another peer could dial (plain TCP, without a relay)."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 

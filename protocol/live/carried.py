@@ -23,7 +23,7 @@ _ASK_TIMEOUT_S: Final = 8.0
 """Time limit for getting a stream; the carrier gives the other end five of these seconds to accept."""
 
 Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
-"""(source, carrier, purpose, stream) -> None; uses the stream, and returns when it is over."""
+"""(source, carrier, purpose, stream) -> None; uses the stream that `source` opened, and returns when it ends."""
 
 
 class CarriedStreams:

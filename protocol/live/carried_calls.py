@@ -2,8 +2,8 @@
 
     a message   kind 1 B | number 4 B | length 4 B | body
 
-An answer has the number of its request; each end numbers its own requests. For direct calls libp2p opens a stream each;
-over a carrier each stream would need a key agreement.
+An answer has the number of its request; each end numbers its own requests. For each direct call libp2p opens a stream;
+over a carrier a stream for each call would need a key agreement each time.
 """
 
 import asyncio
@@ -163,7 +163,7 @@ class CarriedCalls:
         await end_tasks(*self._opening.values(), *self._tasks)
 
     async def _open(self, peer: PeerID) -> CallStream:
-        """Open a stream to `peer`. All callers that wait for it share it, and it opens even if some give up."""
+        """Open a stream to `peer`. Concurrent callers share this one stream; it opens even if some of them give up."""
         task = self._opening.get(peer)
         if task is None:
             task = self._opening[peer] = asyncio.create_task(self._opened(peer), name=f"calls to {peer[-8:]}")

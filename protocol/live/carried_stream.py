@@ -119,7 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer; freeing it would end the stream."""
+    """The decrypted side of the stream. Args: keeps: the encrypted side's writer; if freed it would end the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

@@ -117,7 +117,7 @@ class Carrier:
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
-        """Count a stream while this context lasts. Raises: CarriageRefused: the stream is beyond a limit."""
+        """Count a stream against the limits during this context. Raises: CarriageRefused: it is beyond a limit."""
         if carriage.to == carriage.source:
             raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
@@ -166,7 +166,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Forward bytes until a stream ends at one end and all bytes that came from that end are forwarded."""
+        """Forward bytes both ways until one end has ended its stream and all bytes that it sent have been forwarded."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),

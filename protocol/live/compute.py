@@ -50,7 +50,7 @@ class ThreadCompute:
         self._jobs_s = 0.0
         self._charged_s = spent_s() if spent_s is not None else 0.0
         self._by_jobs_s = 0.0
-        """Device seconds of jobs that have not been reported to `Duty` yet."""
+        """Device seconds that jobs have used and that we have not reported to `Duty` yet."""
         self._turn = asyncio.Lock()
 
     @property

@@ -51,12 +51,12 @@ _DAEMON, _US = 0, 1
 _COUNTED: Final = frozenset(range(1, 12)) - {3, 6, 10}
 """TCP states of connections that count: all but TIME_WAIT, LISTEN, and SYN_RECV, which costs the daemon nothing."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
-"""A network may have, and open, this many times as many connections as one address."""
+"""A network's limits / an address's limits: those on existing connections and those on newly opened ones."""
 
 Network = bytes
 """Address prefix: four bytes for an IPv4 address and three for a /24, eight for an IPv6 /64 and six for a /48."""
 _WIDER: Final = {4: 3, 8: 6}
-"""Length in bytes of an address's prefix -> length of its network's prefix."""
+"""Bytes of an address's prefix (IPv4, or IPv6 /64) -> bytes of its network's prefix (/24, or IPv6 /48)."""
 
 
 class ConnectionLimit:
@@ -177,7 +177,7 @@ def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Return the number of connections of each public network; each address adds at most the limit of an address."""
+    """Return the number of connections of each public network. No address adds more than one address's limit."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))

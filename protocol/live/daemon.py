@@ -350,7 +350,7 @@ class Daemon:
             exited.cancel()
 
     async def refresh(self) -> bool:
-        """Ask the daemon for its visible addresses now; return True if the daemon answers. Call before `close`."""
+        """Ask the daemon for its visible addresses now. Return True if the daemon answers. Only before `close`."""
         try:
             async with asyncio.timeout(_PULSE_TIMEOUT_S):
                 _, visible = await self._p2p._client.identify()

@@ -25,9 +25,9 @@ class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     to: PeerID
     addresses: Annotated[tuple[_Address, ...], msgspec.Meta(max_length=ADDRESSES_MAX)]
     nonce: Annotated[bytes, msgspec.Meta(min_length=NONCE_BYTES, max_length=NONCE_BYTES)]
-    """Random bytes. The hash of both nonces names the stream when an end opens a lane (another TCP connection)."""
+    """Random bytes. The hash of both ends' nonces identifies the stream when an end opens a lane (TCP connection)."""
     lane_port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
-    """The TCP port on which the sender accepts lanes; 0: none."""
+    """TCP port on which the sender accepts lanes (further connections of a stream); 0: it accepts none."""
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -44,7 +44,7 @@ class Greeter:
     identity: Identity
     members: Members
     addresses: Callable[[], tuple[str, ...]]
-    """Returns our addresses. Another peer forgets them when that peer's daemon restarts; a HELLO tells them again."""
+    """Returns our addresses. Every HELLO tells them again, since another peer forgets them when its daemon restarts."""
 
     def hello(self, to: PeerID, *, nonce: bytes, lane_port: int = 0) -> bytes:
         """Return a complete HELLO frame."""

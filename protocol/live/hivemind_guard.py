@@ -37,7 +37,7 @@ from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import AccessLevel, Members
 
 _NESTED_LOADS_MAX = 2
-"""The most nested calls of `loads`: an honest list of records needs two, the second for its extension type."""
+"""Most nested calls of `loads`: an honest list of records needs two, one for the list, one for its extension type."""
 _SUBKEY_BYTES_MAX = 256
 
 _nesting = threading.local()

@@ -35,8 +35,8 @@ _FIELDS: Final = struct.Struct("=100xI52xI")
 
 
 def sent_of(infos: Iterable[bytes]) -> tuple[int, int]:
-    """Return the sums (packets with data, retransmitted packets) over connections. Args: infos: each connection's
-    `tcp_info`; empty ones are skipped."""
+    """Return (packets with data, retransmitted packets), each summed over all connections. Args: infos: `tcp_info` of
+    each connection; empty ones are skipped."""
     figures = [_FIELDS.unpack_from(info) for info in infos if len(info) >= _FIELDS.size]
     return sum(packets for _, packets in figures), sum(again for again, _ in figures)
 
@@ -69,12 +69,12 @@ class LaneSupply:
         self._used_s = self._looks_s = self._loop.time()
         self._patience_s = _PATIENCE_S
         self._had: int | None = None
-        """Number of lanes when the other end was last asked to dial; None: it was not asked."""
+        """Number of lanes when we last asked the other end to dial more lanes; None: we have not asked."""
         self._dialling: asyncio.Task[None] | None = None
         self._idle = self._loop.call_later(_IDLE_S, self._check_idle)
 
     async def begin(self, patience_s: float) -> None:
-        """Dial the first lanes, and wait for them up to `patience_s`: a peer's first frames often measure the path."""
+        """Dial the first lanes and wait up to `patience_s` for them: first frames to a peer often measure the path."""
         self.used()
         if self._dialling is not None:
             await asyncio.wait({self._dialling}, timeout=patience_s)

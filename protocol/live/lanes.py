@@ -19,7 +19,7 @@ from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
 _PIECES: Final = 4
-"""A slice (25 ms of the line's rate) is cut into at least this many pieces: a stalled lane delays only a part of it."""
+"""A slice (25 ms of the line's rate) has at least this many pieces, so that a stalled lane delays only a part of it."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
 """Least size of a piece: about the bytes that TCP sends in a connection's first round trip. Each piece costs a turn of
 both ends' event loops."""
@@ -184,7 +184,7 @@ class Reassembly:
         self._next = 0
         """Offset of the first missing byte."""
         self._starts: list[int] = []
-        """Offsets of the held pieces, ascending."""
+        """Offsets, ascending, of the pieces that wait for missing earlier bytes."""
         self._held: dict[int, memoryview] = {}
 
     def put(self, start: int, piece: memoryview, *, reach_bytes: int) -> list[memoryview]:

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _FILE = "p2pd.json"
 _GRACE_S = 4.0
-"""Seconds until we kill a daemon: it normally ends with its parent, by the kernel at once or by itself after 1.6 s."""
+"""Seconds until we kill a leftover daemon. Normally the kernel ends it with its parent, or it ends after 1.6 s."""
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:

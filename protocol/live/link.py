@@ -57,7 +57,7 @@ class Link(asyncio.BufferedProtocol):
         on_lane: called with True for each new lane (TCP connection) of the stream, with False for each closed one.
         on_lanes_asked: called at the receiving end with the number of lanes that the sender asks it to dial.
     Attributes:
-        stream: the stream's name for its lanes.
+        stream: identifies this stream to the other end when one end opens a lane for it.
         lane_port: the port on which the other end accepts lanes; 0: none.
     """
 
@@ -96,7 +96,7 @@ class Link(asyncio.BufferedProtocol):
         self._owed_bytes = 0
         self._credit_timer: asyncio.TimerHandle | None = None
         self._turn: asyncio.Future[None] | None = None
-        """Future that is done when the waiting slice may be written."""
+        """Future of the slice that waits to be written; done when it may be written. None: no slice waits."""
         self._writable = asyncio.Event()
         self._writable.set()
         self._transport: asyncio.Transport
@@ -208,11 +208,11 @@ class Link(asyncio.BufferedProtocol):
         self._asks_for = count
 
     def tcp_infos(self) -> list[bytes]:
-        """Return the kernel's TCP_INFO of each lane; none at the receiving end."""
+        """Return the kernel's TCP_INFO of each lane; the receiving end returns an empty list."""
         return [lane.tcp_info() for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def lane_names(self) -> list[str]:
-        """Return the names of the lanes (`tcp_queues.lane_name`); none at the receiving end."""
+        """Return the names of the lanes (`tcp_queues.lane_name`); the receiving end returns an empty list."""
         return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def close_lanes(self) -> bool:

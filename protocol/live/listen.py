@@ -53,7 +53,7 @@ def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]
 
 
 def from_this_machine(listen: Sequence[str]) -> tuple[str, ...]:
-    """Return addresses at which this machine's processes reach a peer that listens on `listen`; none for port 0."""
+    """Return addresses at which this machine's processes reach a peer that listens on `listen`; port 0 is left out."""
     found = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
     return tuple(f"/ip{match[1]}/{_OWN.get(match[2], match[2])}/tcp/{match[3]}" for match in found)
 

@@ -26,7 +26,7 @@ class KeyRule:
 
 
 KeyRules = Mapping[bytes, KeyRule]
-"""Key id -> rule; records of other keys are refused."""
+"""A key's id in the DHT -> the rule for its records; records of other keys are refused."""
 
 
 class RecordStore(DHTLocalStorage):  # type: ignore[misc]

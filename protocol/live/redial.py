@@ -48,9 +48,9 @@ _CLOSES: Final = b"closes"
 _NOT_DIALLED: Final = ("dial backoff",)
 _SILENT: Final = ("i/o timeout", "deadline exceeded", "unreachable", "no route to host")
 _REFUSED: Final = ("connection refused", "peer id mismatch")
-"""Parts of the daemon's error messages that mean that an address refused the dial. A dial counts as refused only if no
-address was silent (`_SILENT`): the one that refused may belong to another machine by now, or to us. Any other error
-counts as no answer: it may be our own fault."""
+"""Parts of the daemon's error messages which say that an address refused the dial. The dial counts as refused only if
+no other address was silent (`_SILENT`): the refusing address may by now belong to another machine, or to us. Any other
+error counts as no answer, since it may be our own fault."""
 _FAILURES = (TransportError, P2PDaemonError, OSError, EOFError, ValueError)
 _WHERE: Final = re.compile(r"^/ip([46])/([^/]+)/tcp/(\d+)")
 _ON_THIS_MACHINE: Final = Way(is_owed=False, silent_s=0.0, local="")
@@ -86,7 +86,7 @@ class Redialer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Absent peer -> event for which calls to the peer wait; it is set and dropped at any news of the peer."""
+        """Absent peer -> event for which calls to it wait; any news of the peer sets the event and drops it here."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -127,8 +127,8 @@ class Redialer:
             self._dial(peer)
 
     def drops(self, peer: PeerID) -> int:
-        """Return how often we have closed the peer's connections; if the count rises during a call, that may be why the
-        call fails."""
+        """Return how often we have closed the peer's connections. If this number rises during a call, the call may have
+        failed for that reason."""
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:

@@ -40,7 +40,7 @@ _DIALS_SECOND_S: Final = 6.0
 """If both ends are behind NATs, one end dials this many seconds later: the other end's dial has then failed, and has
 opened the other end's NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""Growing pauses in seconds after all carriers have refused to carry to a peer: most such peers are gone."""
+"""Growing pauses in seconds, after each time that all carriers refuse to carry to a peer: most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
 """Seconds for a carrier to answer before the next one is asked as well."""
 
@@ -81,13 +81,13 @@ class Routes:
     ) -> None:
         self._me, self._connections, self._dial, self._ask, self._on_direct = me, connections, dial, ask, on_direct
         self._direct: set[PeerID] = set()
-        """Peers that had a connection at the last check, with no failure since."""
+        """Peers to which the daemon had a connection at the last check, without a failed call or frame since then."""
         self._detours: dict[PeerID, _Detour] = {}
         self._finding: dict[PeerID, asyncio.Task[bool]] = {}
         self._dials: dict[PeerID, asyncio.Task[bool]] = {}
         self._shunned: dict[PeerID, float] = {}
         self._refused: dict[PeerID, tuple[int, float]] = {}
-        """Peer to which all carriers refused to carry -> (times in a row, time until which no carrier is asked)."""
+        """Peer to which all carriers refused to carry -> (refusals in a row, time until which we ask no carrier)."""
         self._looking: asyncio.Task[None] | None = None
         self._is_closed = False
         self._loop = asyncio.get_running_loop()

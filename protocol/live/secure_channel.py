@@ -91,7 +91,7 @@ class Handshake:
     Args:
         peer: the expected peer at the other end.
         opens: True if this end has opened the stream.
-        part_of: the name of the lane's frame stream, which both ends sign; empty: this is no lane.
+        part_of: in a lane's handshake the name of the lane's frame stream, which both ends sign; else empty.
     """
 
     def __init__(

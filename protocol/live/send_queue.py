@@ -24,7 +24,7 @@ from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.reconnection import DialOutcome
 
 _MOVES_S = 3.0
-"""Seconds after which a stream is left for a better route even with unhandled frames: these arrive slowly or never."""
+"""Most seconds that a stream waits for unhandled frames before a move to a better route: they come slowly or never."""
 
 
 @dataclass(order=True, slots=True)
@@ -35,9 +35,9 @@ class _Waiting:
     payload: Payload = field(compare=False)
     left: asyncio.Future[None] = field(compare=False)
     again: bytes | None = field(compare=False)
-    """The frame's header if it is sent a second time; None: the frame is not repeated."""
+    """Header with which the frame is repeated if the stream breaks; None: it is not repeated, or is a repetition."""
     until_s: float = field(compare=False, default=0.0)
-    """Time until which a repetition is useful (no sender waits for it); 0: this is no repetition."""
+    """Time after which a repetition is dropped (its sender does not wait for it); 0: this frame is no repetition."""
 
     @property
     def wire_bytes(self) -> int:
@@ -57,13 +57,13 @@ class SendQueue:
         self._writer: asyncio.Task[None] | None = None
         self._link: Link | None = None
         self._left: deque[tuple[int, _Waiting | None]] = deque()
-        """Frames that left over this link and may not be handled yet, in order: (bytes of credit, frame to repeat if
-        the link breaks)."""
+        """Frames that have left over this link and may not be handled yet, oldest first: (bytes of credit that the
+        frame took, the frame itself if it is to be repeated after a break of the link, else None)."""
         self._credit_bytes = 0
-        """Returned credit that does not yet cover the first frame in `_left`."""
+        """Bytes of returned credit, still too few to cover the first frame in `_left`."""
         self._moves_s = math.inf
-        """Time at which a move to another link was requested; inf: none was. The move waits until this link's frames
-        are handled."""
+        """Time of the first request to move to another link; inf: there was none. The move waits until the frames of
+        this link are handled."""
 
     @property
     def via(self) -> PeerID | None:
@@ -157,7 +157,7 @@ class SendQueue:
             self._break(why, may_repeat=may_repeat)
 
     async def _write_on(self, link: Link) -> None:
-        """Write frames until the next frame needs another stream."""
+        """Write frames to `link` until the next frame must go to another stream."""
         while True:
             waiting = await self._next(link)
             if waiting is None:
@@ -223,8 +223,8 @@ class SendQueue:
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 
     def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
-        """Queue again the frames that were on their way, except those of the priorities `except_of`. These frames are
-        sent if the peer is reachable again within ten seconds."""
+        """Queue the frames that were on their way once more, except those of the priorities `except_of`. They are
+        dropped if the peer is not reachable again within ten seconds."""
         until_s = asyncio.get_running_loop().time() + 10.0
         for _, waiting in self._left:
             if waiting is not None and waiting.priority not in except_of:

@@ -84,8 +84,8 @@ class TcpQueues:
 
 
 def ways_of(process_id: int) -> Mapping[str, Mapping[str, Way]]:
-    """Return connection name -> kernel's id -> figures of a network daemon's connections, also those within this
-    machine. A name has two connections if each end dialled from its listening port. Raises: OSError."""
+    """Return connection name -> kernel's id -> kernel's figures, for all connections of a network daemon, also within
+    this machine. Two connections have one name if each end dialled from its listening port. Raises: OSError."""
     ways: dict[str, dict[str, Way]] = {}
     for each in _sockets_of(_inodes(process_id)):
         ways.setdefault(_name(each), {})[each.id.hex()] = _way(each)

@@ -32,8 +32,8 @@ reductions, for which the swarm waits, and before copies of state, which are lon
 _SLICE_S: Final = 0.025
 """Seconds that the line takes to send a slice of a frame. With long slices a gradient would wait for a megabyte."""
 _PATIENCE_S: Final = 6 * _SLICE_S
-"""Longest wait of a slice behind urgent frames. So at 5 Mbit/s a copy of state still sends 4 MiB in 40 s; its receiver
-gives up after 60 s."""
+"""Longest time for which urgent frames may delay a slice. It lets a copy of state send 4 MiB in 40 s at 5 Mbit/s; the
+receiver of the copy gives up after 60 s."""
 
 
 class RateLimiter(TokenBucket):
@@ -139,8 +139,8 @@ class SendLine:
             self.uplink.wrote(peer, nbytes)
 
     def _serve(self) -> None:
-        """Let one slice pass, and serve again once that slice's frame has had time to queue its next slice, so that
-        other frames do not overtake that frame. If the uplink is full, it calls `_serve` again once it has room."""
+        """Let one slice pass, and serve again once the frame of that slice has had time to queue its next slice, so
+        that other frames do not overtake it. If the uplink is full, `_serve` is called again once it has room."""
         self._is_due = False
         self._waiting = [waiting for waiting in self._waiting if not waiting.turn.done()]  # cancelled
         wait_s = self._wait_s()

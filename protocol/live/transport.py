@@ -579,7 +579,7 @@ class LiveTransport:
                 await self._dial_everyone()
 
     async def _dial_everyone(self) -> bool:
-        """Dial all known peers. Return True soon after the first answer (other dials go on), False if there is none."""
+        """Dial all known peers. Return True soon after the first success (other dials go on), False if all fail."""
         gate = asyncio.Semaphore(16)
 
         async def dial(peer: PeerID) -> bool:

@@ -74,7 +74,7 @@ class SimCompute:
         self._is_busy = False
         self._is_closed = False
         self._looks: asyncio.TimerHandle | None = None
-        """The timer at which the progress of the running job is computed again, on a device with varying speed."""
+        """Timer of the next update of the running job's progress, on a device with varying speed."""
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:
         """Run `work` after the queued jobs. Raises: any error of `work`. LocalError: the device is closed."""

@@ -24,9 +24,9 @@ from shoal.protocol.sim.stream import NetworkCard
 from shoal.protocol.sim.trace import Kind, Trace
 
 STORE_LATENCIES = 6
-"""One-way latencies of a store: two round trips to find the nodes nearest to the key, and one to send the record."""
+"""One-way latencies in a store: two round trips to find the nodes nearest to the key, and one to send the record."""
 GET_LATENCIES = 4
-"""One-way latencies of a read: one round trip to find a node that has the key, and one to read the record."""
+"""One-way latencies in a read: one round trip to find a node that has the key, and one to read the record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,8 +30,8 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     """Seconds that a rested device works at full speed before it is throttled: 0.1 * `throttled` with a CPU quota (its
     period is 0.1 s), minutes with heat. A rest of `burst_s * (1 / throttled - 1)` seconds restores the whole burst."""
     probe_waits: bool = True
-    """True: the time of a probe includes waits for a core. False: it is processor time, in which neither a quota nor a
-    neighbour on the same cores shows."""
+    """True: the measured time of a probe includes its waits for a core. False: it is processor time, which shows
+    neither a quota nor a neighbour on the same cores."""
     wander_sd: _NotNegative = 0.0
     """Standard deviation of the logarithm of the line's rate, cut off at three deviations; the mean rate is kept."""
     wander_s: _Positive = 60.0
@@ -155,7 +155,7 @@ class _Piece(NamedTuple):
 
 
 class LineDirt:
-    """The factor on one direction's rate over time, constant within pieces, which are drawn when they are needed."""
+    """The factor on the rate of one direction of a line: constant in each piece. Pieces are drawn when needed."""
 
     def __init__(self, dirt: Dirt, rng: random.Random) -> None:
         self._dirt, self._rng = dirt, rng

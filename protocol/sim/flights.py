@@ -22,7 +22,7 @@ class _Flight:
     rate_bytes_per_s: float
     leaves_s: float
     delay_s: float
-    """Time from the last byte sent to the last byte received, if the downlink is free."""
+    """Seconds from a frame's last byte sent to that byte's arrival, if the receiver's downlink is free."""
     left: asyncio.TimerHandle
     arrival: asyncio.TimerHandle | None = None
     """Timer of the frame's arrival; None until its first byte has reached the downlink."""

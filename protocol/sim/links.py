@@ -40,7 +40,7 @@ from shoal.protocol.sim.trace import Kind, Trace
 Ts = TypeVarTuple("Ts")
 
 _EARNED = 0.2
-"""Bytes that the longest-waiting stream may send per byte of other streams: a sixth of all (`live/throttle.py`)."""
+"""Bytes that the longest-waiting stream may send per byte of other streams, so a sixth of all (`live/throttle.py`)."""
 
 
 class Links:
@@ -79,7 +79,7 @@ class Links:
             self._later(there.latency_s + back.latency_s, self._unanswered, stream, stream.epoch)
 
     def given_up(self, source: NetworkCard, destination: NetworkCard) -> None:
-        """Offer the stream's next frame to the uplink, since a sender has given up its frame."""
+        """Let the uplink choose the stream's next frame, since the sender of a waiting frame no longer waits."""
         if (stream := source.outgoing.get(destination.number)) is not None:
             self._offer(stream)
 

@@ -17,24 +17,24 @@ class LinkSpec:
     """The path from one peer to another."""
 
     latency_s: float
-    """One way: from the moment when a byte is sent to its arrival."""
+    """Seconds from the moment when a byte is sent to its arrival, one way."""
     rate_bytes_per_s: float = math.inf
     """The rate of the path alone; the network cards of both peers limit traffic further."""
     jitter_s: float = 0.0
-    """The longest extra delay of a message; delays are uniform. Frames of a stream keep their order."""
+    """Longest extra delay of a message, in seconds; delays are uniform from 0. Frames of a stream keep their order."""
     loss: float = 0.0
     """Probability per message. A lost frame is late by a round trip or more (TCP retransmits); a lost call is gone."""
     spikes: float = 0.0
     """Probability per message of a delay spike: a delayed call can be overtaken; a delayed frame blocks its stream."""
     spike_s: float = 1.0
-    """The longest spike; spikes are uniform."""
+    """Longest delay by a spike, in seconds; spikes last uniformly from 0 to this."""
     corruption: float = 0.0
     """Probability per message of flipped bits. A damaged frame breaks its stream; a damaged request reaches its
     handler, but its caller gets Unreachable, as for a damaged reply."""
     duplication: float = 0.0
     """Probability per message of a second delivery, as when a sender resends on a new stream; TCP never repeats."""
     repeat_s: float = 1.0
-    """The longest time from the first to the second delivery; times are uniform."""
+    """Longest time from the first to the second delivery, in seconds; times are uniform from 0 to this."""
 
     def __post_init__(self) -> None:
         # Each condition is written so that NaN fails it.

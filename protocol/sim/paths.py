@@ -94,7 +94,7 @@ class Paths:
         self._set: dict[tuple[int, int], LinkSpec] = {}
         self._disturbed: list[Disturbed] = []
         self._now: dict[tuple[int, int], LinkSpec] = {}
-        """The changed paths, computed once per change because every message reads them."""
+        """(source, destination) -> path, for changed paths; computed once per change because every message reads it."""
 
     def link(self, source: int, destination: int) -> LinkSpec:
         return self._now.get((source, destination)) or self._network.link(source, destination)
@@ -141,7 +141,7 @@ class Cuts:
     def __init__(self) -> None:
         self._cuts: list[Cut] = []
         self._found: dict[tuple[int, int], bool] = {}
-        """Results of `is_cut` since the last change; a search takes long if a simulated network has many cuts."""
+        """(source, destination) -> cached result of `is_cut`; each change empties it. Many cuts make a search slow."""
 
     def add(self, sources: Iterable[int], destinations: Iterable[int], *, one_way: bool, now_s: float) -> Cut:
         cut = Cut(frozenset(sources), frozenset(destinations), one_way, now_s)
@@ -168,7 +168,7 @@ class Cuts:
         return found
 
     def since_s(self, source: int, destination: int) -> float | None:
-        """Return the time since which the pair is cut in either direction; None: the pair is not cut."""
+        """Return the time since which traffic between the pair is cut, in either direction; None: it is not cut."""
         return min(
             (cut.since_s for cut in self._cuts if cut.covers(source, destination) or cut.covers(destination, source)),
             default=None,

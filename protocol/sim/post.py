@@ -24,8 +24,8 @@ Deliver = Callable[[bytes, Condition], object]
 
 
 class Post:
-    """Carries control messages. Args: stream: returns the stream from one card to another. The stream has a random
-    generator, and the time at which the earlier control messages between the two have left."""
+    """Carries control messages. Args: stream: returns the stream from one card to another, for its random generator and
+    for the time at which earlier control messages between the two have left."""
 
     def __init__(
         self,

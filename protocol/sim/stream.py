@@ -29,7 +29,7 @@ class SimFrame:
     """Bytes on the wire, header and trailer included; also the credit that the frame takes."""
     digest: int
     left: asyncio.Future[None]
-    """Done when the last byte has left; cancelled if the sender has given up."""
+    """Future: done when the last byte has left; cancelled if the sender has given up the frame."""
     epoch: int = 0
     """The stream's epoch when the frame began to leave."""
     is_damaged: bool = False
@@ -53,7 +53,7 @@ class Plug:
         self.offers: list[Stream] = []
         """Streams with a frame ready for the uplink; the stream that has waited longest is first."""
         self.tags_served = [0.0] * _NUM_PRIORITIES
-        """Fair-queueing tag of the last frame that left, by priority."""
+        """[priority], fair-queueing tag of the last frame of that priority that left."""
         self.earned_bytes = 0.0
         """Bytes that the longest-waiting stream may send regardless of priorities."""
         self.grant: asyncio.TimerHandle | None = None
@@ -113,7 +113,7 @@ class Stream:
         self.connection = 0
         """A number that grows when the network daemon at either end dies: control messages in flight are then lost."""
         self.tags = [0.0] * _NUM_PRIORITIES
-        """Fair-queueing tag of the next frame, by priority."""
+        """[priority], fair-queueing tag of the next frame of that priority."""
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None
@@ -143,10 +143,10 @@ class Stream:
         self.epoch += 1
         self.window = CreditWindow()
         self.waiting: tuple[deque[SimFrame], ...] = ()
-        """Waiting frames by priority; empty before the first frame."""
+        """Frames that have not begun to leave, one queue for each priority; empty before the first frame."""
         self.leaving: SimFrame | None = None
         self.held: list[SimFrame] = []
-        """Frames held by a cut; they arrive in order once the cut heals."""
+        """Frames that a cut holds back between sender and receiver; they arrive in order once the cut heals."""
         self.held_credits: list[int] = []
         self.first_byte_s = self.arrives_s = 0.0
 

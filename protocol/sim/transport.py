@@ -71,7 +71,7 @@ class SimTransport:
         self._calls: dict[asyncio.Future[bytes], PeerID] = {}
         self._is_closing = False
         self._handlers: dict[asyncio.Task[None], asyncio.Future[bytes] | None] = {}
-        """Running handler -> the reply that it must complete; None: it handles frames, or a repeated call."""
+        """Running handler -> the reply that it must complete; None: it handles frames, or a call that gets no reply."""
 
     @property
     def peer_id(self) -> PeerID:

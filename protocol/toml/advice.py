@@ -20,9 +20,9 @@ from shoal.protocol.toml.defaults import (
 BATCH_RANGE: Final = 16.0
 """A step gets a warning if its tokens are more than BATCH_RANGE times those of the rule, or less than 1/BATCH_RANGE."""
 PASSES_MAX: Final = 16.0
-"""The passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
+"""Number of passes after which repeated text is worth half as much as new text (2305.16264, section 5)."""
 PASSES_GOOD: Final = 4.0
-"""The passes up to which repeated text is hardly worth less than new text (2305.16264)."""
+"""Number of passes up to which repeated text is hardly worth less than new text (2305.16264)."""
 
 
 def advice(spec: RunSpec, *, training_tokens: int, text_vocab_size: int) -> list[str]:

@@ -38,21 +38,21 @@ TOKENS_PER_PARAMETER: Final = 20.0
 """Compute-optimal training tokens for each parameter: Chinchilla (2203.15556), table 3, rounded."""
 MICROBATCHES_PER_STAGE: Final = 4
 _TUNING: Final = 1 / 15
-"""Learning rate for tuning all weights, as a share of that from scratch: 2e-5 and 3e-4 in Llama 2 7B (2307.09288)."""
+"""Learning rate for tuning all weights / from scratch: Llama 2 7B has 2e-5 and 3e-4 (2307.09288)."""
 _ADAPTING: Final = 10 / 15
-"""Learning rate for training adapters, as a share of that from scratch: ten times `_TUNING`, so 2e-4 as in QLoRA 7B
-(2305.14314, table 9)."""
+"""Learning rate for training adapters / from scratch: ten times `_TUNING`. So a model with 3e-4 gets 2e-4, as QLoRA 7B
+has (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""Largest factor by which a short run's learning rate is raised, reached at a 1,500th of the optimal tokens (20 N)."""
+"""Largest factor by which a run's learning rate rises because the run is short: reached at 1/1,500 of 20 N tokens."""
 STAGES_FED: Final = 3
-"""The number of stages for which a step is cut into microbatches if a run leaves the number of stages open. A swarm
-with more stages still works: at two microbatches a stage, six stages are busy."""
+"""Number of stages that a step's microbatches are to keep busy if a run leaves the number of stages open. A swarm with
+more stages still works: at two microbatches a stage, six stages are busy."""
 _SAID_MAX: Final = 2**40
-"""The largest number from a file that the rules compute with. No field allows larger ones; the decoder refuses them."""
+"""The rules treat a larger number in a file as impossible. No field allows such a number; the decoder refuses it."""
 
 
 Model = ModelSpec | SimpleNamespace
-"""A model, or a namespace with the numbers that the rules need, while the model is incomplete."""
+"""A model; while its fields are incomplete, a namespace with the numbers that the rules need."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
