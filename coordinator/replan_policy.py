@@ -284,7 +284,7 @@ class ReplanPolicy:
         return replace(layout, foreseen=foreseen, formats=formats)
 
     def awaits_disks(self, now_s: float) -> bool:
-        """True while the run waits for absent disks. Keep the role then: a successor would start the wait anew."""
+        """True while the run waits for absent peers with a newer snapshot. A successor would begin the wait anew."""
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:

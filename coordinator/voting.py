@@ -301,7 +301,7 @@ def _apart(members: tuple[Member, ...]) -> float:
 
 
 class PlanNotes:
-    """Keeps notes about the plans that this peer has obeyed, and about those that earlier coordinators reported."""
+    """Keeps for people the coordinator, reason and speed of each of the last plans, also of plans heard from others."""
 
     def __init__(self) -> None:
         self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)

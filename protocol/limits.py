@@ -226,7 +226,7 @@ SAVES_OF_ONE_MAX: Final = 4
 KEEPING_SHARE: Final = 0.5
 """Share of the time, in the long run, that a peer spends on fetching copies of one member's state."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""Seconds for one member's copies on top of `KEEPING_SHARE`: a leaving member's last copy may follow another copy."""
+"""Seconds by which copies of one member's state may exceed `KEEPING_SHARE`, for the last copy before it leaves."""
 KEEPING_S_MIN: Final = 1.0
 """Least time that counts for a copy, since each costs disk operations."""
 PINNED_S_MAX: Final = 1800.0

@@ -138,11 +138,11 @@ def speeds(
     *,
     seen: Collection[PeerID],
 ) -> dict[PeerID, BelievedSpeed]:
-    """Return the speed of every peer. A peer in `seen` counts with its reports. Any other peer counts with its claim,
-    times the median ratio of reports to claims, but at most with its own report or the median speed of `seen` peers.
-    The ratio is needed because on every device a microbatch's forward is slower than a probe of one layer. The variance
-    of a speed by claim is that of the ratio of reports to claims in this run. It is larger if several peers share a
-    machine, since their probes may have run at once.
+    """Return the speed of every peer. For a peer in `seen` it is that of its reports. For any other peer it is the
+    lowest of three: the peer's claim times the median ratio of reports to claims, the speed by its own reports, and the
+    median speed of `seen` peers. The ratio is needed because a microbatch's forward is slower than a probe of one layer
+    on every device. The variance of a speed by claim is that of this ratio in this run, or larger if several peers
+    share a machine, since their probes may have run at once.
 
     Args:
         claims: FLOP/s of each peer by its probe. reports: the peers' reports of their own work.

@@ -1,7 +1,7 @@
 """Defines the reports of a peer process to its parent: one JSON object a line on its standard output.
 
-`shoal demo` reads them from its children. Every member of a stage's group reports each step, so the parent hears of a
-step even if other members or the coordinator die. Only the table of the swarm comes from the coordinator.
+`shoal demo` reads them from its children. Every member of a stage's group reports each step (`Committed`), so the
+parent hears of a step even if others die. The swarm's status and whole steps (`StepDone`) come from the coordinator.
 """
 
 import sys

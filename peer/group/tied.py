@@ -268,7 +268,7 @@ class TiedGradient:
         return _Given(values_n=own_n, form=start.form, is_whole=False, made=made)
 
     def _added(self, mean_N: Tensor, ours: _Given, theirs: _Given) -> tuple[Tensor, _Given]:
-        """Return (our gradient, with both ends' sum in place of the matrix's part; that sum, for the other end)."""
+        """Return (a copy of our stage's gradient that contains the sum of both ends' matrix gradients, that sum)."""
         whole_N, span = self._vectors.copied(mean_N), self._spans[0]
         if theirs.is_whole:
             whole_N[span] = theirs.values_n

@@ -237,8 +237,8 @@ def _value(packed: bytes) -> bytes | None:
 
 
 class _Unanswered(dict[Any, asyncio.Future[Any]]):
-    """Hole: if an answer arrives in the turn of the event loop that cancels its call, the only task that reads answers
-    raises and ends, and no call of this process is ever answered again."""
+    """hivemind's table of open calls, without cancelled ones. Hole: if an answer arrives in the turn of the event loop
+    that cancels its call, the only task that reads answers raises and ends, and no call is answered again."""
 
     def __contains__(self, call_id: object) -> bool:
         future = self.get(call_id)
