@@ -83,7 +83,7 @@ class ExpertPlaces:
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """Take over the previous coordinator's loads: otherwise every share would change for no reason."""
+        """Take over the previous coordinator's loads, so that the shares of holders do not change for no reason."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)

@@ -66,10 +66,10 @@ async def probe_device(
 class LinkProbe:
     """Measures the round trip and the rate towards one peer at a time, and answers the probes of other peers.
 
-    The receiver measures the time from a small first frame (the mark) to the last frame. So the result is right even if
-    the receiver's answer waits behind other data that the receiver sends. The result is at least the time that the
-    sender takes to send the frames. Frames before the mark end TCP's slow start: without them, a transfer of 128 KiB
-    over a home line of 20 Mbit/s and 60 ms looked like 5 Mbit/s.
+    We send a warm-up frame, a tiny frame (the mark), and frames to be timed. The receiver reports the time from the
+    mark to the last frame, which is right even if the report waits behind other data. We use at least the time that we
+    took to send the frames. The warm-up frame ends TCP's slow start: without it, a transfer of 128 KiB over a home line
+    of 20 Mbit/s and 60 ms looked like 5 Mbit/s.
     """
 
     def __init__(self, *, endpoint: Endpoint, clock: Clock, vectors: Vectors = VECTORS) -> None:

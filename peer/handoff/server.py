@@ -138,7 +138,7 @@ class StateServer:
         self._copies: set[tuple[PeerID, int, str]] = set()
         """(peer, version, layer) of the copies that peers are about to fetch and keep."""
         self._relays: list[Relay] = []
-        """Our own fetches, recent ones included: other peers may ask for the ranges that have arrived."""
+        """Our own fetches, under way or just ended: group peers may ask us for the ranges that have arrived."""
         self._inbox = inbox
         self._leaving: dict[tuple[PeerID, StateChunkRequest], asyncio.Future[bool]] = {}
         """(Requester, range) of a transfer under way -> its result: True if the whole range was sent, else False."""

@@ -118,7 +118,7 @@ class SendLine:
                 start = end
 
     def slice_bytes(self, peer: PeerID) -> int:
-        """Return the size of a slice to `peer`, in bytes."""
+        """Return the most bytes of a frame to `peer` that are sent at one time (a slice)."""
         sizes = [PIECE_BYTES]
         if self.limiter is not None:
             sizes.append(self.limiter.slice_bytes)
