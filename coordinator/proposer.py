@@ -166,6 +166,8 @@ class Proposer:
         self._is_fresh, self._adopt, self._lost = is_fresh, adopt, lost
         self._heartbeat_s = policy.view.spec.swarm.heartbeat_s
         self._patience_s = PROPOSAL_HEARTBEATS * self._heartbeat_s
+        self._unfit = ""
+        """Digest of the last plan that too many members refused for a flaw."""
         self._ballot: Ballot | None = None
         self._sequence_max = 0
         self._term_max = 0
@@ -311,6 +313,7 @@ class Proposer:
         elif reply.unfit:
             ballot.refused.add(event.peer)
             if ballot.is_hopeless:
+                self._unfit = ballot.plan.digest if ballot.plan is not None else ""
                 why = f"{len(ballot.refused)} have refused the plan: {reply.reason}"
                 return notes + self._give_up(ballot, why, now_s, outbid=False)
         if term > ballot.term:
@@ -329,6 +332,8 @@ class Proposer:
             return []
         if now_s < ballot.expires_at_s:
             return ballot.ask(now_s)
+        if ballot.plan is None and not ballot.prevote and ballot.carried:
+            return self._advance(now_s)
         why = f"{len(ballot.agreed)} of {len(ballot.base.plan.electors)} agreed in time"
         return self._give_up(ballot, why, now_s, outbid=False)
 
@@ -346,7 +351,8 @@ class Proposer:
         return {self._me: self._sign_vote(body) if body else b""}
 
     def _advance(self, now_s: float) -> list[Command]:
-        """Advance from the term to the votes, or from the votes to a live plan, if a majority agrees."""
+        """Advance from the term to the votes, or from the votes to a live plan, if a majority agrees. If the plan that
+        we would have to finish was refused before, wait for more grants, which may show that it cannot be live."""
         ballot = self._ballot
         if ballot is None or not ballot.carried:
             return []
@@ -362,6 +368,8 @@ class Proposer:
                 commands += self.campaign(won, now_s, permit=ballot.permit, term=ballot.term)
             return commands
         plan = ballot.found
+        if plan is not None and plan.digest == self._unfit and now_s < ballot.expires_at_s:
+            return []
         if plan is None:
             how = "hand-over" if ballot.permit else "take-over"
             layout = Layout.of(base, f"term {ballot.term}: {how} from {base.coordinator[-8:]}")

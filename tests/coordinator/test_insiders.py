@@ -39,6 +39,12 @@ def test_a_third_of_the_members_that_lie_alike_cost_the_others_nothing(insiders)
     assert flaws == {}
 
 
+@pytest.mark.parametrize("seed", [9106, 10644])
+def test_liars_who_say_that_they_accepted_a_plan_of_their_own_stop_no_run(insiders, seed):
+    """Two of six electors: a candidate whose first majority has both must finish a plan that all others refuse."""
+    assert insiders.InsiderGame(seed, third=True).play().flaws == []
+
+
 def test_a_third_would_certify_what_it_likes_if_it_could_sign_alone(insiders, monkeypatch):
     monkeypatch.setattr(Electorate, "are_enough", lambda self, signed, signers: 2 * len(signed) > len(signers))
     flaws = [flaw for seed in range(SEEDS) for flaw in play(insiders, seed, third=True).flaws]
