@@ -34,7 +34,7 @@ class Arrivals:
     deviation_s: float = 0.0
     worst_s: float = 0.0
     sign_s: float = field(init=False)
-    """The time of the newest message of any kind from the peer; `last_s` counts regular messages only."""
+    """When the peer's newest message of any kind arrived; `last_s` is the same for its regular messages alone."""
 
     def __post_init__(self) -> None:
         self.mean_s = self.mean_s or self.interval_s

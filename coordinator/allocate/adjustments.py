@@ -30,7 +30,7 @@ AS_GOOD = 1.001
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
-    """Add to `placement` some devices that it leaves out, and second holders for stages that one machine holds alone.
+    """Add left-out devices to `placement`, and a second machine to stages that one machine holds alone, where it pays.
 
     Left-out devices are tried fastest first. Each is tried in the stages with a sole holder first, then in those that
     compute longest. It joins a stage only if the step, plus the cost of failures of sole holders, gets no longer. Then

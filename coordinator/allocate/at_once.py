@@ -46,7 +46,7 @@ def climb(objective: Objective, start: Placement, moves: Sequence[Move], budget:
 
 
 def plan_at_once(topology: Topology, workload: Workload, *, num_stages: int | None = None) -> tuple[Placement, Cost]:
-    """Make a layout by the rule of this module. Args: num_stages: the number of stages; None: the rule chooses.
+    """Make a layout without a search, by this module's rule. Args: num_stages: None: the rule chooses their number.
     Raises: NoLayout: these devices have no room for the model on `num_stages` stages, or none has the training text."""
     objective = ThroughputObjective(topology, workload)
     start = one_a_stage(objective, num_stages)

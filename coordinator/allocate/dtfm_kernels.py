@@ -25,7 +25,7 @@ import numpy as np
 from shoal.coordinator.cost.compiled import below, inner, kernel
 
 ORDER_EXACT_MAX = 13
-"""The most stages of which the order is solved exactly: Held and Karp's table has K 2^K entries, 106,496 for K = 13."""
+"""The most stages K whose best order is found exactly: Held and Karp's table has K 2^K entries, 106,496 for 13."""
 _PROBES = 128
 """Annealing first tries this many changes and undoes each: their mean effect on the cost sets the first temperature."""
 _ROW_WORST, _ROW_SQUARE, _EDGE_WORST, _EDGE_MEAN = range(4)
@@ -295,7 +295,7 @@ def turn(x, first, last):
 
 @inner
 def _is_possible(x, k, j, c, m, length):
-    """True if `exchange` with these arguments changes something, and gives no stage a second hole."""
+    """True if `exchange` with these arguments changes x, and leaves each stage at most one empty column (hole)."""
     differs = False
     for i in range(length):
         d, e = x[k + i, c], x[j + i, m]
