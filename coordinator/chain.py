@@ -262,7 +262,7 @@ class PlanChain:
         missing)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
-                return f"the mandate of reign {plan.plan.override_epoch} has been used", False
+                return f"the mandate of override epoch {plan.plan.override_epoch} has been used", False
             return "", False  # its owner's signature was checked when it was opened
         if not plan.plan.previous:
             is_first = plan.plan.height == (0, 1, 1) and plan.plan.coordinator == self._owner
@@ -385,7 +385,7 @@ def link_flaw(plan: SignedPlan, base: SignedPlan) -> str:
     if new.previous != base.digest:
         return f"plan {new.order} does not follow our plan {old.order}"
     if new.override_epoch != old.override_epoch:
-        return f"reign {new.override_epoch} begins without a mandate"
+        return f"override epoch {new.override_epoch} begins without a mandate"
     if new.sequence <= old.sequence:
         return f"sequence {new.sequence} does not follow {old.sequence}"
     if new.sequence > old.sequence + SEQUENCE_JUMP_MAX:

@@ -214,7 +214,7 @@ class Proposer:
             return [*commands, Reply(message=Done())]  # asked twice
         is_next = live.digest == base.digest == mandate.previous
         if not is_next or mandate.override_epoch <= live.plan.override_epoch:
-            reason = f"obeys plan {self._chain.order} of reign {live.plan.override_epoch}: look again"
+            reason = f"obeys plan {self._chain.order} of override epoch {live.plan.override_epoch}: look again"
             return [*commands, Reply(message=Refusal(reason=reason))]
         sequence = self.next_sequence(live)
         layout, reason = self._policy.reset_plan(live, reset, mandate, now_s, sequence=sequence)

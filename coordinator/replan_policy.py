@@ -194,7 +194,7 @@ class ReplanPolicy:
         peers = view.measured(live, now_s)
         swarm, look = self._swarm(peers, now_s), _Look(peers=peers, catalog=catalog, now_s=now_s, sequence=sequence)
         under_way = live.not_started and not not_started
-        is_whole = self._is_whole(live, peers)
+        is_whole = {peer.peer for peer in peers if not peer.draining}.issuperset(live.members)
         if live.cutover_version and not lost and is_whole:
             return self._end(live, catalog, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
@@ -469,11 +469,6 @@ class ReplanPolicy:
         if waits > begun / quick.tokens_per_s:
             return first
         return first + 1 if waits > 0.0 else cutover_version
-
-    def _is_whole(self, live: Plan, peers: tuple[MeasuredPeer, ...]) -> bool:
-        """True if every member of the plan is present and none is draining."""
-        here = {peer.peer for peer in peers if not peer.draining}
-        return here.issuperset(live.members)
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
         """Return the next layout, once all groups are at the version at which the live layout ends."""

@@ -227,11 +227,11 @@ class CoordinationRole:
         return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:
-        """True if too few peers that obey our plan answer us: the others may have adopted later plans."""
+        """True if too few peers that obey our plan are in touch with us: the others may have adopted later plans."""
         if self.plan is None:
             return True
         if self.is_coordinator:
-            return not is_quorum({self._me, *self._policy.view.roster.alive(now_s)}, self.plan, self._owner)
+            return not is_quorum({self._me, *self._policy.view.roster.followers(now_s)}, self.plan, self._owner)
         return now_s >= self.watch.suspect_at_s or self.hint.has_gone_on(now_s)
 
     # --- changes of role ---

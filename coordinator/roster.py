@@ -325,6 +325,11 @@ class Roster:
         """Return the live peers, in the order of their identifiers."""
         return tuple(sorted(peer for peer in self.records if not self.is_gone(peer, now_s)))
 
+    def followers(self, now_s: float) -> list[PeerID]:
+        """Return the live peers whose heartbeats arrive here. A peer that only answers our pings may send its
+        heartbeats to another coordinator."""
+        return [peer for peer in self.alive(now_s) if now_s < (of := self.arrivals(peer)).last_s + of.patience_s]
+
     def accusers(self) -> dict[PeerID, set[PeerID]]:
         """Map each peer that others report as unsound (`Heartbeat.unsound`) to its accusers."""
         found: dict[PeerID, set[PeerID]] = {}

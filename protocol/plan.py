@@ -412,7 +412,7 @@ def open_mandate(data: bytes, *, run: str, owner: PeerID, source: PeerID) -> Man
         raise RemoteError(source, "sent a mandate that the run's owner did not sign")
     mandate = decoded(_MANDATE_DECODER, envelope.body, source, "an unreadable mandate")
     if not 0 < mandate.override_epoch <= OVERRIDE_EPOCH_MAX:
-        raise RemoteError(source, f"sent a mandate of reign {mandate.override_epoch}")
+        raise RemoteError(source, f"sent a mandate of override epoch {mandate.override_epoch}")
     return mandate
 
 
@@ -501,7 +501,7 @@ def _numbers_flaw(plan: Plan) -> str | None:
         and 0 < plan.term <= TERM_MAX
         and 0 < plan.sequence <= SEQUENCE_MAX
     ):
-        return f"no run comes to term {plan.term} and sequence {plan.sequence} of reign {plan.override_epoch}"
+        return f"no run comes to term {plan.term} and sequence {plan.sequence} of override epoch {plan.override_epoch}"
     if not 0 <= plan.rollbacks <= plan.era:
         return f"no run goes back {plan.rollbacks} times by era {plan.era}"
     if not (0 <= plan.era <= ERA_MAX and 0 <= plan.restore_version <= VERSION_MAX and 0 <= plan.seed <= SEQUENCE_MAX):
@@ -509,7 +509,7 @@ def _numbers_flaw(plan: Plan) -> str | None:
     if not 0 <= plan.restore_era <= max(0, plan.era - 1):
         return f"era {plan.era} does not begin at version {plan.restore_version} of era {plan.restore_era}"
     if plan.mandate and not plan.override_epoch:
-        return "it has a mandate and no reign"
+        return "it has a mandate and no override epoch"
     return None
 
 

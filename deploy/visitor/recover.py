@@ -90,7 +90,7 @@ class Situation:
         """The term of the mandated plan: `RESET_TERMS` above all known terms. If that is too high, it is 1, since the
         plan's new override epoch outranks every term."""
         term = self.term_max + RESET_TERMS
-        return term if term < TERM_MAX // 2 else 1  # a new reign may restart its terms
+        return term if term < TERM_MAX // 2 else 1  # a new override epoch may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
         """Return the peer to make the mandated plan: of those that obey `base`, the first in the ranking for `term`."""

@@ -259,7 +259,7 @@ def test_who_hears_its_coordinator_takes_nothing_on_trust(make_plan, make_chain,
     assert laggard.live is plans[-1]
 
 
-def test_a_new_reign_is_believed_with_its_mandate_only(make_plan, make_chain, first):
+def test_a_new_override_epoch_is_believed_with_its_mandate_only(make_plan, make_chain, first):
     plans = grow(make_plan, first, 3)
     mandated = make_plan(ABC, coordinator="b", order=(9, 9), mandate=b"m", override_epoch=1, previous=plans[-1].digest)
     after = make_plan(ABC, coordinator="b", order=(9, 10), base=mandated, override_epoch=1)

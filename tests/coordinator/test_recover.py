@@ -191,7 +191,7 @@ def test_too_few_for_the_stages_is_said(run_swarm, tmp_path: Path):
         situation = await port.spawn(recovery.look())
         recovered = await port.spawn(recovery.reset(situation, owner, tmp_path))
         assert len(recovered.plan.members) == 3
-        assert recovered.plan.override_epoch == 2, "no reign begins twice"
+        assert recovered.plan.override_epoch == 2, "no override epoch begins twice"
 
     run_swarm(scenario, min_peers=9)
 
@@ -239,7 +239,7 @@ def test_mandates_that_do_not_hold_are_refused(run_swarm):
             (forged(stranger), "owner did not sign"),
             (forged(owner, run="another"), "speaks for run"),
             (forged(owner, to=other), "mandate for another peer"),
-            (forged(owner, override_epoch=0), "a mandate of reign 0"),
+            (forged(owner, override_epoch=0), "a mandate of override epoch 0"),
             (forged(owner, previous="another"), "look again"),
         ]:
             with pytest.raises(Refused, match=complaint):

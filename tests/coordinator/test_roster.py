@@ -182,6 +182,14 @@ def test_who_answers_a_ping_is_alive_however_late_its_heartbeats_are(roster, mak
     assert roster.alive(last_s + 19 + FLOOR_HEARTBEATS) == ()
 
 
+def test_a_peer_that_only_answers_pings_may_follow_another_coordinator(roster, make_heartbeat):
+    last_s = beat(roster, make_heartbeat("a"), times=20)
+    late_s = last_s + FLOOR_HEARTBEATS
+    roster.signed("a", late_s)
+    assert roster.followers(late_s - 0.1) == ["a"]
+    assert (roster.alive(late_s), roster.followers(late_s)) == (("a",), [])
+
+
 def test_how_irregular_a_peer_is_the_next_coordinator_knows(roster, make_heartbeat):
     now_s = 0.0
     for number in range(40):

@@ -181,6 +181,28 @@ def test_a_peer_that_restarts_remembers_its_word(run_swarm):
     run_swarm(scenario, min_peers=5).chain()
 
 
+def test_a_coordinator_returns_to_peers_that_have_dropped_the_plans_after_its_own(run_swarm):
+    """It has no votes for the oldest plan that they can show, and they answer its pings."""
+
+    async def scenario(swarm):
+        await swarm.begin(4)
+        old = await swarm.add("old", keeps=True)
+        await swarm.until(lambda: swarm.agreed() and swarm.coordinator is old, within_s=100)
+        swarm.world.crash(old.port)
+        others = swarm.alive()
+        await swarm.until(lambda: swarm.agreed() and old.peer_id not in swarm.coordinator.plan.members, within_s=20)
+        order = swarm.coordinator.order
+        await swarm.until(lambda: swarm.agreed() and swarm.coordinator.order > order, within_s=40)
+        for peer in others:
+            while len(links := peer.coordination.core.chain.links._links) > 2:  # as after a restart
+                links.popleft()
+        back = await swarm.add("old", keeps=True)
+        assert back.coordination.core.is_coordinator
+        await swarm.until(lambda: swarm.agreed() and back.peer_id in back.plan.members, within_s=10)
+
+    run_swarm(scenario, min_peers=4, term_s=8.0).chain()
+
+
 def commit(stage: int, step: int) -> CommitReport:
     return CommitReport(
         stage=stage,
