@@ -46,6 +46,10 @@ for a silent peer that holds the only copy of a state."""
 HORIZON_S_MAX = 4 * 3600.0
 """A swarm that has not changed for some time is expected to stay unchanged for as long again, but at most this long."""
 
+STEP_BESTS = 4.0
+"""Before the first step, we expect a step to take this many times `step_s_at_best`: devices wait for each other, and
+sustained work is slower than a probe."""
+
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a leadership transfer that is too large for a message: a plan of some hundreds of
 peers leaves no room for all. `plans` and `absent` are for people; `records` of failures help to choose a placement.
@@ -413,7 +417,7 @@ class ClusterView:
     def runs_ahead(self, now_s: float) -> bool:
         """False while more than half of the horizon (a layout's expected life) passes in synchronous steps: plans are
         then made for synchronous steps, otherwise for later ones."""
-        step_s = self.ledger.pace.usual_step_s or self.step_s_at_best(now_s)
+        step_s = self.ledger.pace.usual_step_s or STEP_BESTS * self.step_s_at_best(now_s)
         return 2.0 * step_s * self.calibration.synchronous_left(self.version_max) <= self._horizon_s(now_s)
 
     def _horizon_s(self, now_s: float) -> float:

@@ -68,8 +68,9 @@ from shoal.protocol.spec import SwarmSpec
 
 LOOK_UP_HEARTBEATS = 5.0
 """Interval at which a member without a coordinator reads the directory."""
-STRANGER_HEARTBEATS = 1.0
-"""Interval at which a peer that is no member reads the directory: no message tells it of a coordinator's failure."""
+UNTOLD_HEARTBEATS = 1.0
+"""Interval at which a peer reads the directory if no message would tell it of a later plan: it is no member, or
+coordinates and hears no majority."""
 CLOSE_PEERS = 2
 """Number of peers, the next in rank, that ping the coordinator: two, in case the first fails together with it. With
 more, the coordinator of a thousand peers would get thousands of calls a second."""
@@ -82,8 +83,6 @@ TERM_HEARTBEATS = 1.5
 
 HEAD_HEARTBEATS = 10.0
 """Interval at which the coordinator renews the directory's record of the chain."""
-ALONE_HEARTBEATS = 1.0
-"""A coordinator that hears no majority posts its plan in the directory this soon: the others may follow another one."""
 OVERTIME_HEARTBEATS = 6.0
 """A coordinator keeps its term up to this much longer while it checks a member, or searches after losing one."""
 SEARCH_HEARTBEATS = 3.0
@@ -419,7 +418,7 @@ class CoordinationRole:
         lost = lost or not self.hint.head_known or (plan is None and self.hint.run_exists(now_s))
         if not lost or now_s < self._look_up_at_s:
             return []
-        interval = LOOK_UP_HEARTBEATS if is_member else STRANGER_HEARTBEATS
+        interval = LOOK_UP_HEARTBEATS if is_member else UNTOLD_HEARTBEATS
         self._look_up_at_s = now_s + interval * self._heartbeat_s
         return [LookUp()]
 
@@ -469,7 +468,7 @@ class CoordinationRole:
             tenure.publish_at_s = now_s + HEAD_HEARTBEATS * self._heartbeat_s
             commands += [LookUp()] if alone else [LookUp(), Publish(plan=live)]
         if alone:
-            tenure.publish_at_s = min(tenure.publish_at_s, now_s + ALONE_HEARTBEATS * self._heartbeat_s)
+            tenure.publish_at_s = min(tenure.publish_at_s, now_s + UNTOLD_HEARTBEATS * self._heartbeat_s)
             why = "there is another coordinator" if hears else "hears no majority of the plan's electors"
             return [*commands, LogReason(text=f"makes no plans: {why}")]
         if done or self._proposer.is_busy:
