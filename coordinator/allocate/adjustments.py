@@ -68,11 +68,6 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
     return placement
 
 
-def with_device(stages: Sequence[tuple[int, ...]], index: int, device: int) -> tuple[tuple[int, ...], ...]:
-    """Return `stages` with `device` added to stage `index`."""
-    return (*stages[:index], tuple(sorted((*stages[index], device))), *stages[index + 1 :])
-
-
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:
     """Return `found` with devices (spares too) exchanged in pairs, so that fewer bytes of state must travel.
     The bounds stay; steps take at most `AS_GOOD` times as long."""

@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import filled, with_device, with_fewest_moves
+from shoal.coordinator.allocate.adjustments import filled, with_fewest_moves
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
@@ -129,18 +129,18 @@ class _Place:
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
         """Return {stage: seconds of a step if `peer` joins that stage; inf if impossible}."""
-        stages, device = self._stages(slots), self._number[peer.peer]
-        return {slot.index: self._step_s(slots, with_device(stages, slot.index, device)) for slot in fitting}
+        now, device = self._placement(slots), self._number[peer.peer]
+        return {slot.index: self._step_s(now.with_moves({device: slot.index})) for slot in fitting}
 
     def seconds_now(self, slots: Sequence[Slot]) -> float:
-        return self._step_s(slots, self._stages(slots))
+        return self._step_s(self._placement(slots))
 
-    def _stages(self, slots: Sequence[Slot]) -> tuple[tuple[int, ...], ...]:
-        return tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
+    def _placement(self, slots: Sequence[Slot]) -> Placement:
+        stages = tuple(tuple(sorted(self._number[p.peer] for p in slot.stayers)) for slot in slots)
+        return Placement(stages=stages, bounds=(*(slot.first_layer for slot in slots), slots[-1].last_layer))
 
-    def _step_s(self, slots: Sequence[Slot], stages: tuple[tuple[int, ...], ...]) -> float:
-        bounds = (*(slot.first_layer for slot in slots), slots[-1].last_layer)
-        return self._losses.step_s(self._throughput, Placement(stages=stages, bounds=bounds))
+    def _step_s(self, placement: Placement) -> float:
+        return self._losses.step_s(self._throughput, placement)
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
