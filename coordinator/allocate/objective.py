@@ -17,13 +17,11 @@ expected to last (`SwarmSnapshot.horizon_s`). The value of x, in seconds of the 
   true spread of the layouts that a search compares, tau the error of earlier predictions in this run
   (`SwarmSnapshot.forecast_error`), and v the variance of the measurements that limit x; all are of the logarithm. The
   live layout was once the best of such a search, so d is small at first, and grows as measurements change after that.
-  But d is never more than the promised gain: if the best of many layouts promises little, they differ little.
   Source: regression to the mean, for normal errors.
 - **A sole holder.** The only machine that holds a stage fails within T seconds with probability p. The run then goes
   back to a snapshot, which costs G seconds. Peers of one machine fail together."""
 
 import math
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -53,8 +51,8 @@ moment to send, but at most four times as long as the transfer takes (`peer/hand
 lines are estimated to be 20 % slower meanwhile (17 % measured in two-universities), others no slower."""
 STATE_PART = 0.5
 """The assumed part of the holders' lines that state takes if the boundaries stay."""
-GAIN_LOGS = range(1, 100_000)
-"""The logarithms of the gains that a layout may promise, in units of 0.0001."""
+GAIN_LOG_MAX = 10.0
+"""The logarithm of the largest gain that any layout can promise."""
 FROM_ONE_TIMES = 1.6
 """If one peer holds state that several peers lack, its upload takes this many times as long: if a receiver is slow to
 pass parts on, the others fetch these parts again (measured once: 148 s in place of 90 s)."""
@@ -66,10 +64,8 @@ class Change:
 
     gain: float
     """The estimated relative gain in tokens/s: 0.1 is 10 % more."""
-    spread: float
-    """d, an upper bound of the spread of the layouts that the search compared (of the logarithm of tokens/s)."""
-    noise: float
-    """The standard deviation of the promised gain's logarithm: the root of tau^2 + v."""
+    trust: float
+    """kappa in [0, 1], the factor on the logarithm of a predicted gain, since such predictions tend to be too high."""
     loss: float = 0.0
     """The time that failures of sole holders of a stage cost in the new layout, divided by the time of work."""
     loss_before: float = 0.0
@@ -87,10 +83,10 @@ class Change:
 
     @property
     def believed(self) -> float:
-        """The expected true gain: the promised one shrunk by kappa. A loss or an infinite gain is not shrunk."""
+        """The expected true gain: the promised one shrunk by `trust`. A loss or an infinite gain is not shrunk."""
         if self.gain <= 0.0 or math.isinf(self.gain):
             return max(self.gain, -1.0)
-        return math.expm1(self._expected(math.log1p(self.gain)))
+        return math.expm1(self.trust * math.log1p(self.gain))
 
     def stands_still(self, precopy_s: float | None = None) -> bool:
         """True if stop-and-copy (the run waits while state travels) costs no more than pre-copy.
@@ -119,13 +115,8 @@ class Change:
         rate = min((work_s / seconds for work_s, seconds in ways if seconds > 0.0), default=math.inf)
         if rate <= 1.0:
             return 0.0
-        at = bisect_left(GAIN_LOGS, math.log(rate), key=lambda log: self._expected(1e-4 * log))
-        return math.expm1(1e-4 * GAIN_LOGS[at]) if at < len(GAIN_LOGS) else math.inf
-
-    def _expected(self, promised: float) -> float:
-        """Return kappa times a positive `promised` gain; both gains are logarithms."""
-        ratio = self.noise / min(self.spread, promised)
-        return promised / (1.0 + ratio * ratio)
+        needed = math.log(rate) / self.trust if self.trust > 0.0 else math.inf
+        return math.expm1(needed) if needed < GAIN_LOG_MAX else math.inf
 
 
 class LayoutObjective:
@@ -162,17 +153,14 @@ class LayoutObjective:
         if not in_place and not math.isfinite(self._live.seconds):
             return None
         gain = self._gain(found, cost)
-        variance = figures_variance(self._snapshot, self._topology, found, cost.bound)
+        trust = trust_in(
+            spread=math.hypot(FORECAST_ERROR, self._changed),
+            error=self._snapshot.forecast_error,
+            variance=figures_variance(self._snapshot, self._topology, found, cost.bound),
+        )
         price = self._in_place(found) if in_place else self._divided(found, cost)
         loss_before = self._losses.of(self._current)
-        return Change(
-            gain=gain,
-            spread=math.hypot(FORECAST_ERROR, self._changed),
-            noise=math.hypot(self._snapshot.forecast_error, math.sqrt(variance)),
-            loss=self._losses.of(found),
-            loss_before=loss_before,
-            **price,
-        )
+        return Change(gain=gain, trust=trust, loss=self._losses.of(found), loss_before=loss_before, **price)
 
     def _gain(self, found: Placement, cost: Cost) -> float:
         """Return the relative gain in tokens/s by the predicted step; infinite if the live layout is impossible.
@@ -258,6 +246,11 @@ class SoleHolders:
         gets a new copy before the last one fails."""
         machines = {int(self._card[device]) for device in stage}
         return max(self._chances[device] for device in stage) if len(machines) == 1 else 0.0
+
+
+def trust_in(*, spread: float, error: float, variance: float) -> float:
+    """Return kappa, the factor on a gain's logarithm (module's formula). Args: spread: d; error: tau; variance: v."""
+    return spread**2 / (spread**2 + error**2 + variance)
 
 
 def figures_variance(

@@ -1,7 +1,5 @@
 """What another layout is expected to be worth, and what going there costs."""
 
-import math
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -18,6 +16,7 @@ from shoal.coordinator.allocate.objective import (
     fetch_s,
     figures_variance,
     residual_s,
+    trust_in,
 )
 from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.cost.placement import Placement
@@ -50,15 +49,14 @@ def test_nothing_is_left_of_nothing() -> None:
 
 
 def believed(gain: float, *, spread: float = 0.1, error: float = 0.0, variance: float = 0.0) -> float:
-    return change(gain=gain, spread=spread, noise=math.hypot(error, math.sqrt(variance))).believed
+    return change(gain=gain, trust=trust_in(spread=spread, error=error, variance=variance)).believed
 
 
 def test_a_gain_is_believed_less_the_more_forecasts_err_and_the_less_its_figures_are_known() -> None:
     assert believed(0.21) == pytest.approx(0.21)
     assert believed(0.21, error=0.1) == believed(0.21, variance=0.01) == pytest.approx(0.1)
     assert 0.0 < believed(0.21, error=0.3) < 0.02
-    assert believed(0.21, error=0.1, spread=1.0) > 0.15, "the swarm is not the one for which the live layout was made"
-    assert believed(0.04, error=0.1, spread=1.0) < 0.006, "but layouts of which the best promises little differ little"
+    assert believed(0.21, error=0.1, spread=1.0) > 0.2, "the swarm is not the one for which the live layout was made"
     assert believed(-0.5, error=1.0) == -0.5, "a loss is a loss"
 
 
@@ -210,8 +208,7 @@ def test_spares_and_lines_that_training_does_not_use_are_all_there_for_state_tha
 def change(**fields: float) -> Change:
     usual = {
         "gain": 0.21,
-        "spread": 0.1,
-        "noise": 0.1,
+        "trust": 0.5,
         "drain_s": 4.0,
         "stop_and_copy_s": 20.0,
         "precopy_s": 100.0,
@@ -240,7 +237,7 @@ def test_a_change_pays_from_the_gain_that_it_would_have_to_promise() -> None:
         needed = change(gain=0.0).gain_needed(horizon_s)
         assert not change(gain=0.99 * needed).pays(horizon_s)
         assert change(gain=1.01 * needed).pays(horizon_s)
-    assert change().gain_needed(600.0) < change(noise=0.3).gain_needed(600.0) < change(noise=np.inf).gain_needed(600.0)
+    assert change().gain_needed(600.0) < change(trust=0.1).gain_needed(600.0) < change(trust=0.0).gain_needed(600.0)
     assert change().gain_needed(2.0) == np.inf, "the drain alone takes longer"
     assert change(loss_before=1.0).gain_needed(600.0) == 0.0
 
