@@ -1,4 +1,4 @@
-"""Envelopes (signed wrappers of messages) for a world of honest peers: of full size, but without signatures and checks.
+"""Envelopes (signed wrappers of messages) for a world of honest peers: of full size, without signatures or checksums.
 
 Ed25519 and the check of nesting depth take two thirds of the real time that a simulated call costs, and change nothing
 among honest peers. Worlds with damage or forgery use the real `Seals`.
