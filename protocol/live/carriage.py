@@ -69,7 +69,7 @@ class CarriageAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
     """The reason of a refusal; empty: the stream is accepted."""
     certificate: _Certificate
     seen_at: _Places = ()
-    """Set by the carrier, for the opener: multiaddrs from which the other end is connected to it; else empty."""
+    """Set by the carrier, for the opener: multiaddrs from which the other end is connected to the carrier."""
 
 
 Said = TypeVar("Said", Carry, Carried, CarriageAnswer)

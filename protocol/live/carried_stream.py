@@ -106,7 +106,7 @@ async def agree(
     *,
     opens: bool,
 ) -> Channel:
-    """Exchange keys and signatures with the other end. Raises: RemoteError: one is invalid; the errors of `read`."""
+    """Exchange keys and signatures with the other end. Raises: RemoteError: these are invalid; errors of `read`."""
     if opens:
         write(handshake.key)
     other = await read(KEY_BYTES)
@@ -119,7 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of a carried stream. Args: keeps: the encrypted side's writer; if freed it ends the stream."""
+    """The decrypted side of a carried stream. Args: keeps: the encrypted side's writer; freeing it ends the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()

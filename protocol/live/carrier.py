@@ -117,7 +117,8 @@ class Carrier:
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
-        """Count a stream against the limits during this context. Raises: CarriageRefused: it may not be carried now."""
+        """Count a stream against the limits during this context. Raises: CarriageRefused: a limit is reached, both ends
+        are the same peer, or the other end is excluded from the run."""
         if carriage.to == carriage.source:
             raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):

@@ -55,7 +55,7 @@ class ThreadCompute:
 
     @property
     def used_s(self) -> float:
-        """Seconds of device time that this process has used: `spent_s()` or, if that is None, the jobs' durations."""
+        """Seconds of device time that this process has used: `spent_s()` or, without it, the jobs' total duration."""
         return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:

@@ -67,7 +67,8 @@ class ConnectionLimit:
         self._sockets: list[tuple[int, socket.socket]] = []
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}
-        """Shut-out address or network -> last time at which it had or opened too many connections, or was shut out."""
+        """Shut-out address or network -> last time at which it was shut out, opened too many connections, or had more
+        than half of its limit of connections."""
         self._opening = {
             is_network: Allowance[Network](
                 CONNECTIONS_OPENED_MAX * (_ADDRESSES if is_network else 1),
@@ -177,7 +178,7 @@ def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Return the number of connections of each public network; an address counts for at most its own limit."""
+    """Return the connections of each public network; an address adds at most `CONNECTIONS_OF_ADDRESS_MAX` of them."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))

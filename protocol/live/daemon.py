@@ -58,7 +58,7 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """Return the words in front of the daemon's command. Each execs the next, so the process id is the daemon's.
+    """Return the words before the daemon's command: each program execs the next, so the process id is the daemon's.
 
     setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, but we need the daemon
     until we have left the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
@@ -332,7 +332,7 @@ class Daemon:
                 logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
-        """Wait until the daemon ends, does not answer, or closes its control connection; return this, in words."""
+        """Wait until the daemon ends, does not answer, or closes its control connection; return which, in words."""
         exited = asyncio.ensure_future(self._p2p._child.wait())
         silent = self._p2p._client.control._read_task
         try:
@@ -396,7 +396,7 @@ def _holder(name: str) -> str:
 
 
 def _fail_pending_calls(control: Any) -> None:
-    """Let unanswered calls raise P2PDaemonError. When the daemon dies, hivemind lets them wait for ever."""
+    """Let unanswered calls raise P2PDaemonError. When the daemon dies, hivemind itself would let them wait for ever."""
     for future in tuple(control._pending_calls.values()):
         if not future.done():
             future.set_exception(P2PDaemonError("our own network daemon died"))

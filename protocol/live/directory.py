@@ -45,7 +45,7 @@ class LiveDirectory:
         self._keeper: asyncio.Task[None] | None = None
         self._is_open = True
         self._has_met = asyncio.Event()
-        """Set once the present node has looked for neighbours. Until then `store` and `get` wait."""
+        """Set once the node has looked for neighbours: before that it finds no records, so `store` and `get` wait."""
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
@@ -70,7 +70,7 @@ class LiveDirectory:
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
         """Store a record; return True if a node accepted it.
 
-        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: we are closed.
+        Raises: ValueError: `value` or `expires_in_s` is over the limit. TransportError: the directory is closed.
         """
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
@@ -82,7 +82,7 @@ class LiveDirectory:
         return stored
 
     async def get(self, key: str) -> Mapping[str, bytes]:
-        """Return subkey -> value of the unexpired records of `key`; empty after ten seconds. Raises: TransportError."""
+        """Return subkey -> value of `key`'s unexpired records; none if it takes ten seconds. Raises: TransportError."""
         node = await self._ready()
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S):
@@ -185,7 +185,8 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock is over 3 s off the clocks of all peers asked (up to three)."""
+        """Log an error if our clock is 3 s off those of all (at most three) peers: records then expire at wrong
+        times."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)

@@ -19,7 +19,7 @@ _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
 class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The content of a HELLO, a stream's first frame. It names its receiver, which thus cannot send it to others."""
+    """The content of a HELLO, a stream's first frame. It names its receiver, so that nobody can replay it elsewhere."""
 
     version: int
     to: PeerID

@@ -104,7 +104,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
 
 
 def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
-    """Let `store` keep a record's copy that expires later. Hole: an older copy is refused, but changes the expiry."""
+    """Make `store` refuse copies that do not expire later. Hole: it refuses older copies, but takes their expiry."""
 
     def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
         held = self.data.get(key)
@@ -116,8 +116,8 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
-    """Drop the invalid records of a reply; return True if others are left. Hole: in hivemind one invalid record (to a
-    slower clock it may expire a second too late) makes the whole reply invalid."""
+    """Drop the invalid records of a reply; return True if others are left. Hole: one invalid record makes hivemind drop
+    the whole reply, even if it only expires a second too late by the requester's slow clock."""
     if self.record_validator is None:
         return True
     dictionary.maxsize = math.inf  # the sender may send a value of any type, and a search that compares it may not end
@@ -130,7 +130,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Give a reply its records' expiry. Hole: hivemind trusts a stated expiry, and asks no other node until then."""
+    """Let a reply expire with its records. Hole: hivemind trusts a stated expiry, and asks no other node until then."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -248,7 +248,7 @@ class _Unanswered(dict[Any, asyncio.Future[Any]]):
 
 
 class _Running(dict[Any, asyncio.Task[Any]]):
-    """Call -> task that answers it. Hole: if a caller cancels its call, the task stays in hivemind's table for ever."""
+    """Call -> task that answers it, until it ends. Hole: a cancelled call's task stays in hivemind's table for ever."""
 
     def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
         super().__setitem__(call_id, task)

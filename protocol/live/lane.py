@@ -36,7 +36,7 @@ _UNKNOWN_BYTES_MAX: Final = 1024
 
 class Lane(asyncio.BufferedProtocol):
     """A TCP connection for pieces of one stream's frames. Its ends agree on keys in raw bytes; from `start` on they
-    exchange encrypted records, one for each piece. Args: throttle: counts the received bytes."""
+    exchange encrypted records, one for each piece. Args: own: its socket. throttle: counts received bytes."""
 
     def __init__(self, own: socket.socket, throttle: Throttle) -> None:
         self.is_lost = False

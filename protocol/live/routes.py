@@ -40,7 +40,7 @@ _DIALS_SECOND_S: Final = 6.0
 """If both ends are behind NATs, one end dials this many seconds later: the other end's dial has then failed, and has
 opened the other end's NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""Seconds without asking carriers after all have refused for the first, second ... time: most such peers are gone."""
+"""Seconds before carriers are asked again for a peer, after all refused once, twice ...: most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
 """Seconds for a carrier to answer before the next one is asked as well."""
 
@@ -93,7 +93,7 @@ class Routes:
         self._loop = asyncio.get_running_loop()
 
     async def is_direct(self, peer: PeerID) -> bool:
-        """True if we are to reach `peer` directly: it is connected, maybe by a dial now, or we can ask no carrier."""
+        """True if we are to reach `peer` directly: it is connected, if need be by a dial, or we can ask no carrier."""
         if peer in self._direct:
             return True
         detour = self._detours.get(peer)
@@ -128,7 +128,7 @@ class Routes:
             self._take_detour(peer)
 
     def seen(self, peer: PeerID) -> None:
-        """Plan a dial of `peer` at the address from a carrier: now, or some seconds later if our PeerID is lower."""
+        """Plan a dial of `peer` at the address that a carrier reports: now or, if our PeerID is lower, 6 s later."""
         self.comes_over(peer)
         if detour := self._detours.get(peer):
             detour.num_dials = 0

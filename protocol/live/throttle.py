@@ -30,7 +30,7 @@ CARRIED: Final = 2.5
 """Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and
 reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
-"""Seconds that the line takes to send a slice of a frame. An urgent frame waits for the end of the present slice."""
+"""Seconds that the line takes to send a slice of a frame: an urgent frame waits until the present slice is sent."""
 _PATIENCE_S: Final = 6 * _SLICE_S
 """Longest time for which urgent frames may delay a slice. It lets a copy of state send 4 MiB in 40 s at 5 Mbit/s; the
 receiver of the copy gives up after 60 s."""

@@ -307,7 +307,7 @@ class LiveTransport:
             raise Unreachable(peer, "it is excluded from the run")
 
     async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
-        """Use the present route to `peer`. If it is direct and fails before any byte has left, find one again."""
+        """Use the present route to `peer`. If a direct route fails before any byte has left, find a route once more."""
         if not await self._routes.is_direct(peer):
             return await carried()
         try:

@@ -90,7 +90,7 @@ class Uplink:
         return self._window.round_trip_s(peer) if self.holds(peer) else 0.0
 
     def holds(self, peer: PeerID) -> bool:
-        """True if traffic to `peer` uses the uplink, as far as we can see. False within this machine."""
+        """True if traffic to `peer` is known to use the uplink. False within this machine."""
         return self._queues is not None and self._window.knows(peer)
 
     def admits(self, peer: PeerID) -> bool:

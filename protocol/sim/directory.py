@@ -91,7 +91,7 @@ class SimDirectory:
         self._latency_s = latency_s
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Publish a record; return True if the nodes kept it. Raises: ValueError: its size or lifetime is refused."""
+        """Publish a record; return True if the nodes kept it. Raises: ValueError: its size or lifetime is invalid."""
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
         if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:

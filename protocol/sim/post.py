@@ -2,7 +2,7 @@
 
 Control messages are small and multiplexed with frames: they wait for earlier control messages between the same two
 peers, not for frames, and do not slow frames down. Jitter and spikes reorder control messages. A message is lost by
-chance, by a cut, or by the end of the receiver's process or of either end's network daemon on its way.
+chance, by a cut, or if the receiver's process or either end's network daemon ends before it arrives.
 """
 
 import random
