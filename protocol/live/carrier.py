@@ -209,7 +209,7 @@ class Carrier:
 
 
 class _Gate:
-    """Lets pieces of all streams pass within one rate limit, first come, first served."""
+    """Lets pieces of all carried streams (of frames, or of calls) pass within one rate limit, by arrival."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.limiter = RateLimiter(bytes_per_s)

@@ -118,7 +118,7 @@ class Daemon:
         self._state_dir = state_dir
         self._asked = tuple(listen)
         self.listening = tuple(listen)
-        """The addresses on which the daemon listens, with the chosen port in place of 0 if it is known."""
+        """Addresses on which the daemon listens, with the port that the system chose for port 0, if it is known."""
         self._announce = tuple(announce)
         self._relays = tuple(relays)
         self._use_relay = use_relay

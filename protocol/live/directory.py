@@ -185,8 +185,8 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock is 3 s off those of all (at most three) peers: records then expire at wrong
-        times."""
+        """Log an error if our clock is over 3 s off the clocks of all peers asked (at most three): records then expire
+        too early or too late."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)

@@ -37,7 +37,7 @@ from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import AccessLevel, Members
 
 _NESTED_LOADS_MAX = 2
-"""Most nested calls of `loads`: an honest list of records needs two, one for the list, one for its extension type."""
+"""Most nested calls of `loads`. An honest list of records needs two: for the list, and for the extension type in it."""
 _SUBKEY_BYTES_MAX = 256
 
 _nesting = threading.local()
@@ -256,14 +256,14 @@ class _Running(dict[Any, asyncio.Task[Any]]):
 
 
 def mend_control(control: Any) -> None:
-    """Patch a new `ControlClient`, hivemind's connection to its daemon, in place (`_Unanswered`, `_Running`)."""
+    """Patch a `ControlClient` (hivemind's connection to a daemon) by `_Unanswered`, `_Running`, `_take_stream`."""
     control._pending_calls = _Unanswered(control._pending_calls)
     control._handler_tasks = _Running()
     control._handler = functools.partial(_take_stream, control._handler)
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: every request reaches its handler. From now on, requests of peers that `admits` rejects are dropped."""
+    """Drop requests of peers that `admits` rejects. Hole: in hivemind every request reaches its handler."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:

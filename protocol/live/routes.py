@@ -81,7 +81,7 @@ class Routes:
     ) -> None:
         self._me, self._connections, self._dial, self._ask, self._on_direct = me, connections, dial, ask, on_direct
         self._direct: set[PeerID] = set()
-        """Peers to which the daemon had a connection at the last check, without a failed call or frame since then."""
+        """Peers with a direct connection at the last check, and without a failed call or frame since then."""
         self._detours: dict[PeerID, _Detour] = {}
         self._finding: dict[PeerID, asyncio.Task[bool]] = {}
         self._dials: dict[PeerID, asyncio.Task[bool]] = {}

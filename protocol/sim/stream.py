@@ -107,8 +107,8 @@ class Stream:
         self.arrived_epoch = 0
         self.first_byte_s = 0.0
         self.arrives_s = 0.0
-        """When the latest frame's first byte (`first_byte_s`) and last byte (`arrives_s`) reach the receiver. No later
-        frame comes earlier: jitter does not reorder frames."""
+        """Times at which the latest frame's first byte (`first_byte_s`) and last byte (`arrives_s`) reach the receiver.
+        No later frame comes earlier: jitter does not reorder frames."""
         self.control_free_s = 0.0
         self.connection = 0
         """A number that grows when the network daemon at either end dies: control messages in flight are then lost."""

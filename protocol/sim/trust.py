@@ -24,7 +24,7 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 class TrustingSeals(Seals):
-    """`Seals` without signatures. All peers of a world share one, so that each plan is decoded once."""
+    """`Seals` without signatures. All peers of a world share one object, so that a plan is decoded once for all."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[bytes, SignedPlan] = OrderedDict()
