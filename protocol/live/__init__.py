@@ -24,7 +24,7 @@ _PART_OF: dict[str, dict[str, str]] = {
         "get_logger": "logging",
     },
 }
-"""Package -> (name that other hivemind modules import from the package -> submodule in which the name is defined)."""
+"""Package -> (name that other hivemind modules import from the package -> the submodule that defines this name)."""
 
 
 class _WithoutContents(MetaPathFinder, Loader):

@@ -1,8 +1,8 @@
 """Tells any caller, of any run or version, our version, our time, and if we can dial the caller.
 
 The name of the handler contains neither run nor version, and unknown fields are ignored, so peers of all versions can
-ask. A peer does not reveal its run, but a caller that knows a run's id may ask if the peer is in that run. We dial a
-caller back only at the address from which the caller has connected.
+ask. A peer does not reveal its run, but a caller that knows a run's id may ask if the peer is in that run. The caller
+chooses the port to which we dial back, but not the IP address: we use the one from which it has connected.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ _Name = Annotated[str, msgspec.Meta(max_length=64)]
 
 class AboutRequest(msgspec.Struct, frozen=True):
     port: int = 0
-    """Port on which the caller listens and which we are to dial; 0: the caller asks for no dial."""
+    """TCP port of the caller, 1024 or higher, to which the peer tries to connect back; 0: it does not try."""
     run_mark: str = ""
     """Hash of the run about which the caller asks (`mark_of`); only peers that know the run's id recognise it."""
 
@@ -97,7 +97,7 @@ def mark_of(run: str, asker: PeerID) -> str:
 
 
 def _asked(request: bytes) -> AboutRequest:
-    """Decode a request; an unreadable request counts as empty."""
+    """Decode a request. One that is unreadable, or longer than 256 bytes, counts as a request without fields."""
     try:
         return msgspec.json.decode(request, type=AboutRequest) if len(request) <= 256 else AboutRequest()
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -115,7 +115,7 @@ async def _answers(host: str, port: int) -> bool:
 
 
 async def reach(daemon: Daemon, peer: PeerID, addresses: Sequence[str], *, timeout_s: float) -> None:
-    """Connect to `peer` if there is no connection yet. Raises: Unreachable. RemoteError: another peer answers there."""
+    """Connect to `peer`, unless connected. Raises: Unreachable. RemoteError: another peer answers at its address."""
     try:
         async with asyncio.timeout(timeout_s):
             p2p: Any = await daemon.p2p()

@@ -5,8 +5,8 @@
     other end -> carrier    Answer      if it accepts the stream
     carrier -> opener       Answer      if the two streams are now connected
 
-Each message contains its sender's certificate, so that the receiver does nothing for a stranger. The two ends prove
-their identities to each other afterwards (`secure_channel.py`).
+Carried contains the opener's certificate, each other message its sender's, so that the receiver does nothing for a
+stranger. The two ends prove their identities to each other afterwards (`secure_channel.py`).
 
 The carrier also tells each end the address from which the other end is connected to the carrier. If the other end is
 behind a NAT that uses one outer port for all destinations (any but a symmetric NAT), we can dial this address once the
@@ -69,14 +69,14 @@ class CarriageAnswer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, ar
     """The reason of a refusal; empty: the stream is accepted."""
     certificate: _Certificate
     seen_at: _Places = ()
-    """The multiaddrs from which the other end is connected to the carrier; set by the carrier."""
+    """Set by the carrier, for the opener: multiaddrs from which the other end is connected to the carrier."""
 
 
 Said = TypeVar("Said", Carry, Carried, CarriageAnswer)
 
 
 def plain_tcp(places: Sequence[str]) -> tuple[str, ...]:
-    """Return a connected peer's remote multiaddrs that another peer could dial (plain TCP, without a relay)."""
+    """Return at most two of a peer's multiaddrs: those that others could dial (plain TCP, without a relay)."""
     return tuple(place for place in places if _TCP.match(place) and len(place) <= ADDRESS_CHARS_MAX)[:_SEEN_AT_MAX]
 
 
@@ -95,7 +95,7 @@ async def read(reader: asyncio.StreamReader, kind: type[Said], source: PeerID) -
 
 
 def check_member(members: Members, peer: PeerID, certificate: bytes) -> None:
-    """Remember the certificate that `peer` has shown. Raises: RemoteError: `peer` is no member of this run."""
+    """Check and remember a certificate that `peer` has shown. Raises: RemoteError: `peer` is no member of this run."""
     members.show(peer, certificate)
     if members.access_level(peer) < AccessLevel.MEMBER:
         raise RemoteError(peer, "is no member of this run")

@@ -20,7 +20,7 @@ from shoal.protocol.membership import Members
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 8.0
-"""Time limit for getting a stream; the carrier gives the other end five of these seconds to accept."""
+"""Seconds for each end to open a carried stream; the carrier gives the other end five of these to accept it."""
 
 Take = Callable[[PeerID, PeerID, Purpose, Streams], Awaitable[None]]
 """(source, carrier, purpose, stream) -> None; uses the stream that `source` opened, and returns when it ends."""

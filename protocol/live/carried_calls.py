@@ -24,11 +24,11 @@ from shoal.protocol.live.carriage import Streams
 logger = logging.getLogger(__name__)
 
 _IDLE_S: Final = 60.0
-"""Seconds for which a stream without calls is kept. Peers that work together send a heartbeat every second."""
+"""Seconds without calls after which a stream is closed. Peers that work together send a heartbeat every second."""
 _HEAD: Final = struct.Struct(">BII")
 
 Answer = Callable[[PeerID, bytes], Awaitable[bytes]]
-"""(source, request) -> reply; may raise anything."""
+"""(calling peer, request) -> reply. If it raises any error, the calling peer gets Unreachable."""
 
 
 class _Kind(IntEnum):
@@ -38,7 +38,7 @@ class _Kind(IntEnum):
 
 
 class CallStream:
-    """One stream of calls. Args: answer: answers the requests of the peer at the other end."""
+    """A stream for calls in both directions. Args: answer: answers the requests of the peer at the other end."""
 
     def __init__(self, peer: PeerID, streams: Streams, answer: Answer) -> None:
         self._peer = peer
@@ -67,7 +67,7 @@ class CallStream:
             self._waiting.pop(number, None)
 
     async def serve(self) -> None:
-        """Read messages until the stream ends. Raises: RemoteError: a message is invalid."""
+        """Take replies, and answer requests, until the stream ends. Raises: RemoteError: a message is invalid."""
         try:
             while True:
                 head = await self._reader.readexactly(_HEAD.size)

@@ -23,7 +23,7 @@ _SILENT_S: Final = 4.0
 
 
 class _Inner(asyncio.Protocol):
-    """Reads the bytes from the carrier: first handshake messages of fixed length, then records."""
+    """Receives what the carrier forwards: first handshake messages of fixed length, then encrypted records."""
 
     def __init__(self) -> None:
         self.outer: CarriedTransport | None = None
@@ -32,7 +32,7 @@ class _Inner(asyncio.Protocol):
         self._came = asyncio.Event()
 
     async def read(self, nbytes: int) -> bytes:
-        """Return the next `nbytes` bytes. Raises: EOFError: the stream ended earlier."""
+        """Wait for the next `nbytes` bytes and return them. Raises: EOFError: the stream ended earlier."""
         while len(self.received) < nbytes:
             if self.is_lost:
                 raise EOFError("it ended before its ends agreed on keys")
@@ -106,7 +106,7 @@ async def agree(
     *,
     opens: bool,
 ) -> Channel:
-    """Exchange keys and signatures with the other end. Raises: RemoteError; the errors of `read`."""
+    """Exchange keys and signatures with the other end. Raises: RemoteError: these are invalid; errors of `read`."""
     if opens:
         write(handshake.key)
     other = await read(KEY_BYTES)
@@ -119,7 +119,7 @@ async def agree(
 
 
 class CarriedTransport(asyncio.Transport):
-    """The decrypted side of the stream. Args: keeps: the encrypted side's writer; if freed it would end the stream."""
+    """The decrypted side of a carried stream. Args: keeps: the encrypted side's writer; freeing it ends the stream."""
 
     def __init__(self, below: Any, inner: _Inner, channel: Channel, *, keeps: asyncio.StreamWriter) -> None:
         super().__init__()
@@ -136,7 +136,7 @@ class CarriedTransport(asyncio.Transport):
     # Calls from the layer below
 
     def came(self) -> None:
-        """Deliver decrypted bytes, after more bytes have arrived or when reading resumes."""
+        """Decrypt the records that have arrived, and deliver their bytes to the protocol, unless reading is paused."""
         self._heard_s = self._loop.time()
         if self._is_delivering or self._is_over:
             return

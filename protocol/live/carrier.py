@@ -2,8 +2,8 @@
 
 A carrier can neither read nor change these bytes (`secure_channel.py`). It carries only between members that are
 already connected to it, and dials no peer for a stream. There are limits on the streams of one member, on all streams,
-and on the bytes per second (`--limit relay_mbit_s`), which count towards the volunteer's upload limit and queue behind
-this peer's own gradients. A carrier reads no faster than it can pass bytes on, so flow control slows the sender down.
+and on the bytes per second (`--limit relay_mbit_s`). The bytes count towards the volunteer's upload limit; frames also
+queue behind this peer's own gradients. A carrier reads no faster than it can pass bytes on: this slows the sender.
 
 A request beyond a limit is refused with the reason, and the opener asks the next carrier.
 """
@@ -30,7 +30,7 @@ from shoal.protocol.membership import Members
 logger = logging.getLogger(__name__)
 
 _ASK_TIMEOUT_S: Final = 5.0
-"""Seconds for the opener to name its target, and again for the other end to accept the stream."""
+"""Time limit for the opener's request; a second one, as long, for connecting to the other end and for its answer."""
 _PIECE_BYTES: Final = 64 * 1024
 
 
@@ -117,7 +117,8 @@ class Carrier:
 
     @contextmanager
     def _admit(self, carriage: _Carriage) -> Iterator[None]:
-        """Count a stream against the limits during this context. Raises: CarriageRefused: it is beyond a limit."""
+        """Count a stream against the limits during this context. Raises: CarriageRefused: a limit is reached, both ends
+        are the same peer, or the other end is excluded from the run."""
         if carriage.to == carriage.source:
             raise CarriageRefused("both ends are the same peer")
         if self._members.is_excluded(carriage.to):
@@ -166,7 +167,7 @@ class Carrier:
         return (reader, writer), plain_tcp(connected[to])
 
     async def _pass_both_ways(self, carriage: _Carriage, a: Streams, b: Streams) -> None:
-        """Forward bytes both ways until one end has ended its stream and all bytes that it sent have been forwarded."""
+        """Forward bytes both ways, until one end has ended its stream and its bytes have passed, or a stream breaks."""
         ways = [
             asyncio.create_task(self._pass(carriage, a[0], b[1], carriage.to), name="carry there"),
             asyncio.create_task(self._pass(carriage, b[0], a[1], carriage.source), name="carry back"),
@@ -208,7 +209,7 @@ class Carrier:
 
 
 class _Gate:
-    """Lets pieces of all streams pass within one rate limit, first come, first served."""
+    """Lets pieces of all carried streams (of frames, or of calls) pass within one rate limit, by arrival."""
 
     def __init__(self, bytes_per_s: float) -> None:
         self.limiter = RateLimiter(bytes_per_s)

@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 class ThreadCompute:
-    """Runs jobs one at a time, in the order of the calls.
+    """Runs jobs on two threads (device and host memory), one at a time on each, in the order of the calls.
 
     Args:
         initializer: runs in each of the two threads before the first job, and sets for example torch's number of
@@ -23,7 +23,7 @@ class ThreadCompute:
         probe_clock: the clock that times probes. For a CPU it is `time.thread_time`: by wall time, six peers that start
             together on one machine slow each other's probes down, and their measured speeds differ by a factor of four.
         share: the share of time in which the device may work. Beyond it the device rests (`duty.py`). A job's reported
-            duration is its time divided by the share: so planners see the speed that the share allows.
+            duration is at least its device time divided by the share: so planners see the speed that the share allows.
         spent_s: returns the seconds of device time that this process has used; None: the jobs' durations count. For a
             CPU, processor seconds are more exact: a job may wait for other programs or use one of two threads, and
             network work uses the processor, too.
@@ -55,7 +55,7 @@ class ThreadCompute:
 
     @property
     def used_s(self) -> float:
-        """Seconds of device time that this process has used and that count against `share`."""
+        """Seconds of device time that this process has used: `spent_s()` or, without it, the jobs' total duration."""
         return self._jobs_s if self._spent_s is None else self._spent_s()
 
     async def run(self, kind: JobKind, work: Callable[[], T], *, flop: float) -> Timed[T]:

@@ -43,31 +43,32 @@ logger = logging.getLogger(__name__)
 _ATTACH: Final = 51
 """SO_ATTACH_REUSEPORT_CBPF, Linux 4.5; Python has no name for it."""
 _NET: Final = -0x100000 & 0xFFFFFFFF
-"""SKF_NET_OFF: offsets count from the IP header."""
+"""SKF_NET_OFF: added to a load's offset in a BPF program, it makes the offset count from the IP header."""
 _LOAD, _AND, _JUMP_IF, _RETURN = 0x20, 0x54, 0x15, 0x06
 _SOURCE4, _SOURCE6 = 12, 8
 _DAEMON, _US = 0, 1
-"""Index of each socket in the SO_REUSEPORT group: the order in which the sockets began to listen."""
+"""Indices of the daemon's socket and of ours in the SO_REUSEPORT group: ours began to listen second."""
 _COUNTED: Final = frozenset(range(1, 12)) - {3, 6, 10}
 """TCP states of connections that count: all but TIME_WAIT, LISTEN, and SYN_RECV, which costs the daemon nothing."""
 _ADDRESSES: Final = CONNECTIONS_OF_NETWORK_MAX // CONNECTIONS_OF_ADDRESS_MAX
-"""A network's limits / an address's limits: those on existing connections and those on newly opened ones."""
+"""Ratio of a network's limits to those of one address, for existing connections and for newly opened ones."""
 
 Network = bytes
 """Address prefix: four bytes for an IPv4 address and three for a /24, eight for an IPv6 /64 and six for a /48."""
 _WIDER: Final = {4: 3, 8: 6}
-"""Bytes of an address's prefix (IPv4, or IPv6 /64) -> bytes of its network's prefix (/24, or IPv6 /48)."""
+"""Bytes in an address's prefix (IPv4, or IPv6 /64) -> bytes in the prefix of its network (/24, or IPv6 /48)."""
 
 
 class ConnectionLimit:
-    """Limits connections to one running daemon, from `open` to `close`. If the kernel cannot help, it logs that."""
+    """Limits connections to one running daemon, from `open` to `close`. Limits none if the kernel cannot help."""
 
     def __init__(self, listen: Sequence[str]) -> None:
         self._places = [match for match in map(TCP.match, listen) if match is not None and int(match[3]) > 0]
         self._sockets: list[tuple[int, socket.socket]] = []
         self._looking: asyncio.Task[None] | None = None
         self._shut_out: dict[Network, float] = {}
-        """Shut-out address or network -> the last time at which it was not quiet."""
+        """Shut-out address or network -> last time at which it was shut out, opened too many connections, or had more
+        than half of its limit of connections."""
         self._opening = {
             is_network: Allowance[Network](
                 CONNECTIONS_OPENED_MAX * (_ADDRESSES if is_network else 1),
@@ -81,7 +82,7 @@ class ConnectionLimit:
         return frozenset(self._shut_out)
 
     def shut_out_now(self, address: Network, now_s: float) -> None:
-        """Shut `address` out until it has been quiet for a while, however few connections it has."""
+        """Shut `address` out for `SHUT_OUT_S`, however few connections it has; longer if it has or opens too many."""
         if address not in self._shut_out and len(self._shut_out) < SHUT_OUT_ADDRESSES_MAX:
             self._shut_out[address] = now_s
             logger.warning("%s sends too many requests: its new connections wait", _shown(address))
@@ -168,7 +169,7 @@ class ConnectionLimit:
 
 
 def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
-    """Return address -> the kernel's names of that address's connections to our `ports`. Raises: OSError."""
+    """Return address -> kernel's ids of the connections that it has to our `ports`. Raises: OSError."""
     found: dict[Network, set[bytes]] = {}
     for each in list_sockets(*_COUNTED):
         if each.own_port in ports:
@@ -177,7 +178,7 @@ def read_connections(ports: Collection[int]) -> dict[Network, set[bytes]]:
 
 
 def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
-    """Return the number of connections of each public network. No address adds more than one address's limit."""
+    """Return the connections of each public network; an address adds at most `CONNECTIONS_OF_ADDRESS_MAX` of them."""
     found: Counter[Network] = Counter()
     for address, number in connections.items():
         _, network = address_and_network(_ip(address))
@@ -187,7 +188,7 @@ def count_networks(connections: Mapping[Network, int]) -> Counter[Network]:
 
 
 def address_and_network(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> tuple[Network, Network | None]:
-    """Return (IPv4 address or IPv6 /64, its network: /24 or /48). The network is None if `ip` is not public."""
+    """Return (IPv4 address or IPv6 /64 of `ip`, /24 or /48 around it). The second is None if `ip` is not public."""
     mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
     ip = mapped or ip
     address = ip.packed[:8]

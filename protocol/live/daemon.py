@@ -46,7 +46,7 @@ _PULSE_TIMEOUT_S = 10.0
 _STOP_TIMEOUT_S = 5.0
 _START_TIMEOUT_S = 15.0
 _SETUP_TIMEOUT_S = 10.0
-"""The daemon answers a setup in milliseconds. If all setups together take longer than this, the daemon is replaced."""
+"""Time limit of setups, after which the daemon is replaced. The daemon answers a setup in milliseconds."""
 _WITH_US = ("--pdeathsig", "KILL")
 _RELAY_LIMITS = {"relayDataLimit": 128 * 1024, "relayTimeLimit": "2m"}
 """Limits of each relayed connection, the defaults of libp2p. p2pd's defaults would relay 4 GiB for anybody, outside a
@@ -58,7 +58,7 @@ _started: contextvars.ContextVar[list[Any]] = contextvars.ContextVar("_started")
 
 @functools.cache
 def _wrapper() -> tuple[str, ...]:
-    """Return the command that starts the daemon. Each part execs the next, so the process id is the daemon's.
+    """Return the words before the daemon's command: each program execs the next, so the process id is the daemon's.
 
     setsid gives the daemon its own session: Ctrl-C signals the whole foreground process group, but we need the daemon
     until we have left the run. setpriv lets the kernel kill the daemon when this process dies. Otherwise the daemon
@@ -100,7 +100,7 @@ class Daemon:
     Args:
         state_dir: the folder with the key file, with the lock that keeps two peers from sharing one identity, and with
             the names of the files that must be removed if this process is killed.
-        listen: multiaddrs over TCP. With port 0 the system chooses the port, and a restart keeps it.
+        listen: multiaddrs over TCP. With port 0 the system chooses the port; without `announce` a restart keeps it.
         relays: multiaddrs of peers that may relay for us if we are behind a NAT.
     """
 
@@ -118,7 +118,7 @@ class Daemon:
         self._state_dir = state_dir
         self._asked = tuple(listen)
         self.listening = tuple(listen)
-        """The addresses on which the daemon listens, with the chosen port in place of 0 if it is known."""
+        """Addresses on which the daemon listens, with the port that the system chose for port 0, if it is known."""
         self._announce = tuple(announce)
         self._relays = tuple(relays)
         self._use_relay = use_relay
@@ -162,7 +162,7 @@ class Daemon:
         return self._p2p is not None
 
     def keep_out(self, address: bytes) -> None:
-        """Let new connections of an address wait for a while (`connection_limit.py`)."""
+        """Shut an address out: the kernel drops its new connections for a while (`connection_limit.py`)."""
         self._connection_limit.shut_out_now(address, asyncio.get_running_loop().time())
 
     @property
@@ -171,7 +171,7 @@ class Daemon:
         return from_this_machine(self.listening)
 
     async def p2p(self) -> Any:
-        """Return hivemind's P2P of the running daemon; wait during a restart. Raises: TransportError: closed."""
+        """Return hivemind's P2P of the running daemon; wait during a restart. Raises: TransportError: it is closed."""
         await self._up.wait()
         if self._p2p is None:
             raise TransportError("the network daemon of this peer is closed")
@@ -332,7 +332,7 @@ class Daemon:
                 logger.error("a part of this peer did not come back after the daemon's restart: %r", error)
 
     async def _death(self) -> str:
-        """Wait until the daemon has ended or no longer answers; return which of the two, in words."""
+        """Wait until the daemon ends, does not answer, or closes its control connection; return which, in words."""
         exited = asyncio.ensure_future(self._p2p._child.wait())
         silent = self._p2p._client.control._read_task
         try:
@@ -350,7 +350,7 @@ class Daemon:
             exited.cancel()
 
     async def refresh(self) -> bool:
-        """Ask the daemon for its visible addresses now. Return True if the daemon answers. Only before `close`."""
+        """Ask the daemon for its visible addresses; return False after ten seconds of silence. Only before `close`."""
         try:
             async with asyncio.timeout(_PULSE_TIMEOUT_S):
                 _, visible = await self._p2p._client.identify()
@@ -396,7 +396,7 @@ def _holder(name: str) -> str:
 
 
 def _fail_pending_calls(control: Any) -> None:
-    """Let unanswered calls raise: when the daemon dies, hivemind leaves their futures pending for ever."""
+    """Let unanswered calls raise P2PDaemonError. When the daemon dies, hivemind itself would let them wait for ever."""
     for future in tuple(control._pending_calls.values()):
         if not future.done():
             future.set_exception(P2PDaemonError("our own network daemon died"))

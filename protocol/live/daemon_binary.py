@@ -36,7 +36,7 @@ def check_daemon(binary: Path, *, known: Path = _KNOWN) -> None:
 
 
 def _digests(known: Path) -> dict[str, set[str]]:
-    """Return machine type -> known digests: several while two versions of hivemind are in use."""
+    """Return machine type -> known digests; there are several if two versions of hivemind are in use."""
     digests: dict[str, set[str]] = {}
     for line in known.read_text().splitlines():
         digest, _, machine = line.partition("  ")

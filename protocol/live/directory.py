@@ -29,7 +29,7 @@ from shoal.protocol.live.transport import LiveTransport
 logger = logging.getLogger(__name__)
 
 _GET_TIMEOUT_S = 10.0
-"""Time limit of a search: hivemind never ends a search that has met a record that it cannot merge."""
+"""Time limit of a search. Otherwise a record that hivemind cannot merge would make the search run for ever."""
 _JOIN_AGAIN_S = 20.0
 
 
@@ -45,7 +45,7 @@ class LiveDirectory:
         self._keeper: asyncio.Task[None] | None = None
         self._is_open = True
         self._has_met = asyncio.Event()
-        """Set once the node has looked for neighbours; before that the node finds no records."""
+        """Set once the node has looked for neighbours: before that it finds no records, so `store` and `get` wait."""
 
     @classmethod
     async def start(cls, transport: LiveTransport, *, accept: Mapping[str, KeyRule] | None = None) -> "LiveDirectory":
@@ -70,7 +70,7 @@ class LiveDirectory:
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
         """Store a record; return True if a node accepted it.
 
-        Raises: ValueError: `value` or `expires_in_s` is more than any node accepts. TransportError: closed.
+        Raises: ValueError: `value` or `expires_in_s` is over the limit. TransportError: the directory is closed.
         """
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
@@ -82,7 +82,7 @@ class LiveDirectory:
         return stored
 
     async def get(self, key: str) -> Mapping[str, bytes]:
-        """Return subkey -> value of all unexpired records of `key`. Raises: TransportError: the directory is closed."""
+        """Return subkey -> value of `key`'s unexpired records; none if it takes ten seconds. Raises: TransportError."""
         node = await self._ready()
         try:
             async with asyncio.timeout(_GET_TIMEOUT_S):
@@ -185,7 +185,8 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock differs from three peers' clocks: our records then expire too early or too late."""
+        """Log an error if our clock is over 3 s off the clocks of all peers asked (at most three): records then expire
+        too early or too late."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)
@@ -204,7 +205,7 @@ class LiveDirectory:
 
 
 async def _clock_difference_s(protocol: DHTProtocol, peer: HivemindPeerID) -> float | None:
-    """Return by how many seconds our clock is ahead of the clock of `peer`, accurate to half a round trip."""
+    """Return how far our clock is ahead of the peer's, accurate to half a round trip; None: it gave no answer."""
     sent_s = time.time()
     try:
         async with asyncio.timeout(protocol.wait_timeout):

@@ -15,7 +15,7 @@ from shoal.protocol.limits import WAITING_STREAMS_MAX, WAITING_STREAMS_OF_ONE_MA
 
 @dataclass(slots=True)
 class Doorway:
-    """The streams of one transport that wait until the other end has proved its identity."""
+    """The streams (or lanes) of one transport on which the other end has not proved its identity yet."""
 
     of_one_max: int = WAITING_STREAMS_OF_ONE_MAX
     _waiting: list[tuple[str, Callable[[], None]]] = field(default_factory=list)

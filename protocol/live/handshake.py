@@ -19,7 +19,7 @@ _Address = Annotated[str, msgspec.Meta(max_length=ADDRESS_CHARS_MAX)]
 
 
 class StreamHello(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The content of a HELLO, a stream's first frame. It names its receiver, so that no receiver can replay it."""
+    """The content of a HELLO, a stream's first frame. It names its receiver, so that nobody can replay it elsewhere."""
 
     version: int
     to: PeerID
@@ -44,10 +44,10 @@ class Greeter:
     identity: Identity
     members: Members
     addresses: Callable[[], tuple[str, ...]]
-    """Returns our addresses. Every HELLO tells them again, since another peer forgets them when its daemon restarts."""
+    """Returns our addresses. Every HELLO has them, since another peer's daemon forgets them when it restarts."""
 
     def hello(self, to: PeerID, *, nonce: bytes, lane_port: int = 0) -> bytes:
-        """Return a complete HELLO frame."""
+        """Return the bytes of the HELLO frame for the peer `to`."""
         short = tuple(address for address in self.addresses() if len(address) <= ADDRESS_CHARS_MAX)
         body = _ENCODER.encode(StreamHello(PROTOCOL_VERSION, to, short[:ADDRESSES_MAX], nonce, lane_port))
         run, certificate = self.members.run, self.members.certificate
@@ -57,7 +57,7 @@ class Greeter:
     def check(self, frame: Frame, source: PeerID) -> StreamHello:
         """Return the HELLO that the first frame of `source` contains.
 
-        Raises: RemoteError: `source` is no member of this run, has another version, or sent a HELLO for another peer.
+        Raises: RemoteError: the HELLO is invalid, of another version or for another peer, or `source` is no member.
         """
         envelope = unseal(frame.meta, "hello", run=self.members.run, source=source)
         hello = decoded(_DECODER, envelope.body, source, "an unreadable hello")

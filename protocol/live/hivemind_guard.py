@@ -37,7 +37,7 @@ from shoal.protocol.live.record_store import KeyRules
 from shoal.protocol.membership import AccessLevel, Members
 
 _NESTED_LOADS_MAX = 2
-"""Most nested calls of `loads`: an honest list of records needs two, one for the list, one for its extension type."""
+"""Most nested calls of `loads`. An honest list of records needs two: for the list, and for the extension type in it."""
 _SUBKEY_BYTES_MAX = 256
 
 _nesting = threading.local()
@@ -77,7 +77,9 @@ def _keep_quiet() -> None:
 
 
 def _guarded_loads(cls: Any, buf: bytes) -> object:
-    """Hole: nested extension types are decoded by recursion in C (type 0x50 by `loads`): 937 bytes end the process."""
+    """Decode msgpack as `MSGPackSerializer.loads` does, but raise TooDeep if values or extension types nest too deep.
+    Hole: hivemind decodes nested extension types by recursion in C (for type 0x50 it calls `loads` again), so a message
+    of 937 bytes crashes the process."""
     nested = getattr(_nesting, "loads", 0)
     if nested >= _NESTED_LOADS_MAX:
         raise TooDeep(f"extension types nest deeper than {_NESTED_LOADS_MAX}")
@@ -90,8 +92,8 @@ def _guarded_loads(cls: Any, buf: bytes) -> object:
 
 
 def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, int, bytes], object]:
-    """Hole: a stranger's bytes can make an object of any registered type. We permit what records need: tuples and type
-    0x50, a dictionary. Type 0x51 would look names up in torch."""
+    """Let `decode` take only the extension types of records: tuples and type 0x50, a dictionary. Hole: a stranger's
+    bytes can make an object of any registered type; type 0x51 would look names up in torch."""
 
     def decode_known(cls: Any, type_code: int, data: bytes) -> object:
         if type_code not in (TUPLE_EXT, 0x50):
@@ -102,7 +104,7 @@ def _guarded_ext(decode: Callable[[Any, int, bytes], object]) -> Callable[[Any, 
 
 
 def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
-    """Hole: the DHT store refuses an older copy of a record, but takes over the copy's (earlier) expiry."""
+    """Make `store` refuse copies that do not expire later. Hole: it refuses older copies, but takes their expiry."""
 
     def store_later(self: Any, key: Any, value: Any, expiration_time: float) -> bool:
         held = self.data.get(key)
@@ -114,8 +116,8 @@ def _keep_the_later(store: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
-    """Hole: one invalid record makes a whole reply invalid. If a node accepts a record that requesters reject (by their
-    slower clocks it expires a second too late), that record hides all other records of the reply from them."""
+    """Drop the invalid records of a reply; return True if others are left. Hole: one invalid record makes hivemind drop
+    the whole reply, even if it only expires a second too late by the requester's slow clock."""
     if self.record_validator is None:
         return True
     dictionary.maxsize = math.inf  # the sender may send a value of any type, and a search that compares it may not end
@@ -128,7 +130,7 @@ def _keep_the_valid(self: Any, key_bytes: bytes, dictionary: Any) -> bool:
 
 
 def _lapse_with_the_records(call_find: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: hivemind trusts a reply's stated expiry, and asks no other node until then. We use the records' expiry."""
+    """Let a reply expire with its records. Hole: hivemind trusts a stated expiry, and asks no other node until then."""
 
     async def find(self: Any, peer: Any, keys: Any) -> Any:
         found = await call_find(self, peer, keys)
@@ -150,7 +152,7 @@ class NotAMemberError(Exception):
 
 
 def _for_members(answer: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    """Hole: a DHT node answers any peer, and so shows a stranger the run's members and all their records."""
+    """Let `answer` serve only peers with a certificate. Hole: a DHT node shows strangers all members and records."""
 
     @functools.wraps(answer)
     async def answer_members(self: Any, request: Any, context: Any) -> Any:
@@ -192,7 +194,7 @@ class MemberPass(AuthorizerBase):  # type: ignore[misc]
 
 
 class RecordGate(RecordValidatorBase):  # type: ignore[misc]
-    """Accepts only our kind of record: a subkey (string) and a value (bytes), both small, and an expiry that is soon.
+    """Accepts only our kind of record: a subkey (string) and a value (bytes), both small, for at most two hours.
 
     Holes: a record without a subkey replaces all subkeys under its key; sizes and expiry have no limit.
 
@@ -246,7 +248,7 @@ class _Unanswered(dict[Any, asyncio.Future[Any]]):
 
 
 class _Running(dict[Any, asyncio.Task[Any]]):
-    """Hole: if a caller cancels its call, the task that answers the call stays in hivemind's table for ever."""
+    """Call -> task that answers it, until it ends. Hole: a cancelled call's task stays in hivemind's table for ever."""
 
     def __setitem__(self, call_id: Any, task: asyncio.Task[Any]) -> None:
         super().__setitem__(call_id, task)
@@ -254,14 +256,14 @@ class _Running(dict[Any, asyncio.Task[Any]]):
 
 
 def mend_control(control: Any) -> None:
-    """Patch a new `ControlClient`, hivemind's connection to its daemon, in place (`_Unanswered`, `_Running`)."""
+    """Patch a `ControlClient` (hivemind's connection to a daemon) by `_Unanswered`, `_Running`, `_take_stream`."""
     control._pending_calls = _Unanswered(control._pending_calls)
     control._handler_tasks = _Running()
     control._handler = functools.partial(_take_stream, control._handler)
 
 
 def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
-    """Hole: every request reaches its handler. From now on, requests of peers that `admits` rejects are dropped."""
+    """Drop requests of peers that `admits` rejects. Hole: in hivemind every request reaches its handler."""
     handle = control._handle_persistent_request
 
     async def handle_admitted(call_id: Any, request: Any) -> None:
@@ -272,8 +274,8 @@ def admit(control: Any, admits: Callable[[PeerID], Awaitable[bool]]) -> None:
 
 
 async def _take_stream(take: Callable[..., Awaitable[None]], reader: Any, writer: Any) -> None:
-    """Hole: a stream that no handler takes, or that ends with its daemon before the first message, raises in a task
-    that nobody awaits, and asyncio prints a traceback."""
+    """Let hivemind `take` a stream; close the stream on an error. Hole: a stream that no handler takes, or that ends
+    with its daemon before the first message, raises in a task that nobody awaits, and asyncio prints a traceback."""
     try:
         await take(reader, writer)
     except (OSError, EOFError, daemon_control.DispatchFailure):

@@ -31,19 +31,19 @@ STREAM_BYTES: Final = 16
 _START: Final = struct.Struct(">Q")
 PIECE_BYTES_MAX: Final = RECORD_BYTES_MAX - _START.size
 _UNKNOWN_BYTES_MAX: Final = 1024
-"""Most bytes that are read from the other end before it has proved its identity."""
+"""Reading pauses when this many bytes are exceeded before the other end has proved its identity."""
 
 
 class Lane(asyncio.BufferedProtocol):
-    """One TCP connection: reads raw bytes during the key exchange, then records. Args: own: the connected socket."""
+    """A TCP connection for pieces of one stream's frames. Its ends agree on keys in raw bytes; from `start` on they
+    exchange encrypted records, one for each piece. Args: own: its socket. throttle: counts received bytes."""
 
     def __init__(self, own: socket.socket, throttle: Throttle) -> None:
         self.is_lost = False
         self.is_free = True
-        """True if the kernel has taken everything that was written."""
+        """True if the lane is open and the kernel has taken everything that was written."""
         (there, port, *_), (_, own_port, *_) = own.getpeername(), own.getsockname()
         self.name = lane_name(there, port, own_port)
-        """The connection's name (`tcp_queues.lane_name`)."""
         self._socket = own
         self._throttle = throttle
         self._room = memoryview(bytearray(64 * 1024))
@@ -94,7 +94,7 @@ class Lane(asyncio.BufferedProtocol):
     # Key agreement
 
     async def dial(self, handshake: Handshake, stream: bytes) -> Channel:
-        """Agree on keys as the end that dialled. Raises: RemoteError; EOFError: the other end refuses the lane."""
+        """Name the stream, and agree on keys as the dialler. Raises: RemoteError; EOFError: the lane is refused."""
         self._transport.write(stream)
         return await agree(handshake, self._read, self._transport.write, opens=True)
 
@@ -103,7 +103,7 @@ class Lane(asyncio.BufferedProtocol):
         return await self._read(STREAM_BYTES)
 
     async def accept(self, handshake: Handshake) -> Channel:
-        """Agree on keys as the end that was dialled, after `read_stream`. Raises: RemoteError; EOFError."""
+        """Agree on keys as the end that was dialled, after `read_stream`. Raises: RemoteError; EOFError: it broke."""
         return await agree(handshake, self._read, self._transport.write, opens=False)
 
     async def _read(self, nbytes: int) -> bytes:

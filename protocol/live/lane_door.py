@@ -1,7 +1,7 @@
 """Opens lanes, the further TCP connections of a frame stream: accepts them on a port, and dials them.
 
 A lane belongs to an existing stream, so a caller that does not name a known stream is refused before a key is computed.
-Connections that have not proved their identity are limited per address, in total, and to some seconds.
+A connection must prove its identity within five seconds; until then it counts against limits per address and in total.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class LaneDoor:
         self._streams.pop(link.stream, None)
 
     def counted(self, is_more: bool) -> None:
-        """Record that a lane (TCP connection) has opened, or, if `is_more` is False, that one has closed."""
+        """Count a lane (TCP connection): one more if `is_more`, else one less."""
         self._num_lanes += 1 if is_more else -1
 
     async def dial(self, link: Link, hosts: Collection[str], count: int) -> int:
@@ -81,7 +81,7 @@ class LaneDoor:
         return 0
 
     def dial_back(self, link: Link, hosts: Callable[[], Awaitable[Collection[str]]], count: int) -> None:
-        """Dial the lanes (TCP connections) that a stream's sender requested. Ignore further requests meanwhile."""
+        """Dial the lanes (TCP connections) that a stream's sender requested, but only one request at a time."""
         if link not in self._dialling_back and not self._is_closed:
             self._dialling_back.add(link)
             self.spawn(self._dial_back(link, hosts, min(count, LANES_MAX)), "dial back")

@@ -21,7 +21,7 @@ from shoal.protocol.live.link import Link
 _LOOK_S: Final = 1.0
 _IDLE_S: Final = 30.0
 _PATIENCE_S: Final = 10.0
-"""Seconds until lanes are tried again after neither end could dial; doubled after each further failure."""
+"""Seconds until lanes are tried again after neither end could dial; doubled after each further failure, up to 320."""
 
 
 LANES_FIRST: Final = 4
@@ -80,7 +80,7 @@ class LaneSupply:
             await asyncio.wait({self._dialling}, timeout=patience_s)
 
     def used(self) -> None:
-        """Open missing lanes, since a frame is about to be sent."""
+        """Record that a frame is about to be sent. At most once a second, begin to open missing lanes."""
         self._used_s = self._loop.time()
         if self._used_s < self._looks_s or self._dialling is not None:
             return

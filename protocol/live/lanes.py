@@ -19,10 +19,10 @@ from shoal.protocol.live.secure_channel import Channel
 from shoal.protocol.ports import Payload
 
 _PIECES: Final = 4
-"""A slice (25 ms of the line's rate) has at least this many pieces, so that a stalled lane delays only a part of it."""
+"""A slice (25 ms at the line's rate) of 64 KiB or more has at least this many pieces: a stalled lane delays one."""
 _PIECE_BYTES_MIN: Final = 16 * 1024
-"""Least size of a piece: about the bytes that TCP sends in a connection's first round trip. Each piece costs a turn of
-both ends' event loops."""
+"""Least size of a piece, except the last: about what TCP sends in a connection's first round trip. Each piece costs a
+turn of both ends' event loops."""
 
 
 class SendingLanes:
@@ -52,7 +52,7 @@ class SendingLanes:
         self._changed.set()
 
     async def write(self, data: Payload) -> None:
-        """Write `data`; return when the lanes have it all: `data` may then change. Raises: EOFError: no lane."""
+        """Write `data` to the lanes. The caller may change `data` after the return. Raises: EOFError: no lane."""
         view = memoryview(data).cast("B")
         piece_bytes = min(PIECE_BYTES_MAX, max(_PIECE_BYTES_MIN, len(view) // _PIECES))
         for at in range(0, len(view), piece_bytes):

@@ -27,7 +27,7 @@ _GRACE_S = 4.0
 
 
 def remember(state_dir: Path, process_id: int, sockets: Sequence[Path]) -> None:
-    """Store a daemon's process id and the names of its socket files for the next process. Ignore a full disk."""
+    """Store a daemon's process id and the names of its socket files for the next process. Log a disk error."""
     record = json.dumps(
         {"process_id": process_id, "parent": os.getpid(), "sockets": [str(path) for path in sockets]},
     )
@@ -83,7 +83,7 @@ def _is_daemon(process_id: int, sockets: Sequence[Path]) -> bool:
 
 
 def _connect(path: Path) -> OSError | None:
-    """Return the error of a connection to the socket; None: a process listens on the socket."""
+    """Try to connect to a Unix socket. Return the error; None: a process listens on the socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(str(path))

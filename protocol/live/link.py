@@ -1,10 +1,10 @@
-"""One end of a frame stream: writes frames in pieces and assembles received ones, without copying the payload.
+"""One end of a frame stream: writes frames in pieces and assembles received ones, without copying large payloads.
 
 hivemind gives us a `StreamReader` and a `StreamWriter`, which we use for each side's HELLO frame. Then this protocol
 takes over the socket, so that the kernel writes a payload directly to the payload's final buffer. No bytes are left in
 the reader: the sender sends nothing until it has read the receiver's HELLO.
 
-Frames use the stream's lanes (`lanes.py`) if there are any; credit and all else use the stream itself.
+Frames use the stream's lanes (`lanes.py`), with some copies, if there are any; all else uses the stream itself.
 """
 
 import asyncio
@@ -42,8 +42,8 @@ _JOINED_BYTES = PIECE_BYTES // 4
 """A payload up to this size is copied and leaves in one write with its header and trailer. Each write costs a turn of
 the loop, a wake-up of the daemon and a message of its own on the wire; copying 128 KiB takes 10 us."""
 _CREDIT_GATHERED_BYTES = STREAM_CREDIT_BYTES // 16
-"""Credit is returned once it adds up to this, since each CREDIT frame passes two daemons and costs a fifth of a data
-frame. The sender has fifteen sixteenths of its credit left meanwhile."""
+"""Credit is returned at once when it adds up to this (less: after 0.25 s), since each CREDIT frame passes two daemons
+and costs a fifth of a data frame. The sender has fifteen sixteenths of its credit left meanwhile."""
 
 
 class Link(asyncio.BufferedProtocol):
@@ -216,7 +216,7 @@ class Link(asyncio.BufferedProtocol):
         return [lane.name for lane in self._lanes.lanes] if isinstance(self._lanes, SendingLanes) else []
 
     def close_lanes(self) -> bool:
-        """Close all lanes if the receiver has handled everything that the lanes carried. Return True if so."""
+        """Close all lanes if the receiver has handled all frames of this sending end. Return True if so."""
         if self.window.outstanding_bytes or not isinstance(self._lanes, SendingLanes):
             return False
         self._lanes.close_all()
@@ -271,7 +271,7 @@ class Link(asyncio.BufferedProtocol):
             self._line.hurry(self._next_hop, priority)
 
     def give_back(self, frame_bytes: int) -> None:
-        """Return the credit of a frame that has been handled, at once or together with other credit."""
+        """Return a handled frame's credit to the sender, at once or, together with other credit, within 0.25 s."""
         self._owed_bytes += frame_bytes
         if self._owed_bytes >= _CREDIT_GATHERED_BYTES:
             self._send_credit()

@@ -37,9 +37,9 @@ def refuse_ports_in_use(listen: Sequence[str]) -> None:
 
 
 def keep_ports(listen: Sequence[str], visible: Sequence[str]) -> tuple[str, ...]:
-    """Replace every port 0 in `listen` by the port in `visible`, so that a restart keeps its address.
+    """Replace each port 0 in `listen` by the port of the `visible` addresses, so that a restart keeps its address.
 
-    Port 0 stays if `visible` has only announced addresses.
+    Port 0 stays if the `visible` addresses of its IP version have no TCP port, or several different ones.
     """
     kept = []
     for address in listen:

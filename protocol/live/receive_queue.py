@@ -30,7 +30,7 @@ class ReceiveQueues:
         self._queues: dict[PeerID, ReceiveQueue] = {}
 
     def attach(self, link: Link, handler: FrameHandler) -> None:
-        """Use `link` as the stream of its peer from now on."""
+        """Take the frames of its peer from `link` from now on; an older stream of the peer ends."""
         queue = self._queues.get(link.peer)
         if queue is None:
             queue = self._queues[link.peer] = ReceiveQueue(link.peer, handler, on_idle=self._forget)
@@ -74,7 +74,7 @@ class ReceiveQueue:
         self._worker: asyncio.Task[None] | None = None
 
     def attach(self, link: Link) -> None:
-        """Use `link` as the peer's stream from now on."""
+        """Take the frames from `link` from now on. End an older stream, and drop its unhandled frames."""
         if self._link is not None:
             self._link.abort("replaced by a new stream of the same peer")
         self._queue.clear()

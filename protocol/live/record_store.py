@@ -22,7 +22,7 @@ class KeyRule:
     accept: Callable[[str, bytes], bool]
     """(subkey, value) -> True if the record may be stored, forwarded and read. It is called for every record."""
     bytes_max: int = KEY_BYTES_MAX
-    """Total bytes of the records under the key."""
+    """Most bytes of all records under the key together, as they are in a reply."""
 
 
 KeyRules = Mapping[bytes, KeyRule]
@@ -41,7 +41,7 @@ class RecordStore(DHTLocalStorage):  # type: ignore[misc]
         self._rules = rules
 
     def store_subkey(self, key: Any, subkey: Any, value: bytes, expiration_time: float) -> bool:
-        """Store a record. Return False if the existing record expires later, or if there is no room."""
+        """Store a record. Return False if the existing record does not expire earlier, or if there is no room."""
         held = super().get(key)
         if held is not None and isinstance(held.value, DictionaryDHTValue):
             records = held.value

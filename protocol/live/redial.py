@@ -86,7 +86,7 @@ class Redialer:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing: dict[PeerID, asyncio.Task[None]] = {}
         self._news: dict[PeerID, asyncio.Event] = {}
-        """Absent peer -> event for which calls to it wait; any news of the peer sets the event and drops it here."""
+        """Absent peer -> event for which calls to it wait. Any news of the peer sets the event and removes it here."""
         self._drops: dict[PeerID, int] = {}
         self._wake = asyncio.Event()
         self._is_closed = False
@@ -132,7 +132,7 @@ class Redialer:
         return self._drops.get(peer, 0)
 
     async def register(self, p2p: Any) -> None:
-        """Register the handler `again` at a new daemon, and keep the daemon from dialling absent peers by itself."""
+        """Register the handler `again` at a new daemon, and let calls to absent peers wait in `reach`."""
         await p2p._client.add_unary_handler(self._again, self._answer)
         call = p2p._client.call_unary_handler
 
@@ -144,7 +144,7 @@ class Redialer:
         p2p._client.call_unary_handler = guarded
 
     async def reach(self, peer: PeerID) -> None:
-        """Wait some seconds until an absent peer is connected again; return at once for other peers.
+        """Wait up to five seconds until an absent peer is connected again; return at once for other peers.
 
         Raises: P2PDaemonError: the peer does not come back; the error's text tells the caller not to dial again.
         """
@@ -316,7 +316,7 @@ class Redialer:
     # --- again ---
 
     async def _answer(self, request: bytes, caller: HivemindPeerID) -> bytes:
-        """Answer a caller that had lost us. If we still have older connections to the caller, close them and say so."""
+        """Answer a caller that had lost us. If we still have older connections to it, close all connections; say so."""
         peer = PeerID(caller.to_base58())
         infos = await (await self._daemon.p2p()).list_peers()
         addresses = [str(address) for info in infos if info.peer_id == caller for address in info.addrs]
@@ -373,7 +373,7 @@ async def _ask_to_connect(p2p: Any, peer: PeerID, where: Sequence[str], patience
 
 
 def outcome_of(words: str) -> DialOutcome | None:
-    """Return the outcome of a dial that the daemon's error describes. None: libp2p did not dial all addresses."""
+    """Return the outcome that a daemon's error about a dial describes. None: libp2p still pauses and did not dial."""
     if any(word in words for word in _NOT_DIALLED):
         return None
     is_refused = any(word in words for word in _REFUSED) and not any(word in words for word in _SILENT)

@@ -40,13 +40,13 @@ _DIALS_SECOND_S: Final = 6.0
 """If both ends are behind NATs, one end dials this many seconds later: the other end's dial has then failed, and has
 opened the other end's NAT. If both dialled at once TCP would connect, but both would begin the handshake as clients."""
 _ASK_AGAIN_S: Final = (1.0, 2.0, 4.0, 8.0)
-"""Growing pauses in seconds, after each time that all carriers refuse to carry to a peer: most such peers are gone."""
+"""Seconds before carriers are asked again for a peer, after all refused once, twice ...: most such peers are gone."""
 _ASK_NEXT_S: Final = 0.3
 """Seconds for a carrier to answer before the next one is asked as well."""
 
 
 class NotCarried(Exception):
-    """No carrier (third peer) carries the stream; the error's text is the carrier's reason."""
+    """A carrier (third peer) does not carry the stream; the error's text is the reason."""
 
 
 Ask = Callable[[PeerID, PeerID, Purpose], Coroutine[Any, Any, Streams]]
@@ -81,7 +81,7 @@ class Routes:
     ) -> None:
         self._me, self._connections, self._dial, self._ask, self._on_direct = me, connections, dial, ask, on_direct
         self._direct: set[PeerID] = set()
-        """Peers to which the daemon had a connection at the last check, without a failed call or frame since then."""
+        """Peers with a direct connection at the last check, and without a failed call or frame since then."""
         self._detours: dict[PeerID, _Detour] = {}
         self._finding: dict[PeerID, asyncio.Task[bool]] = {}
         self._dials: dict[PeerID, asyncio.Task[bool]] = {}
@@ -93,7 +93,7 @@ class Routes:
         self._loop = asyncio.get_running_loop()
 
     async def is_direct(self, peer: PeerID) -> bool:
-        """True if we are to reach `peer` directly: we have a connection to it, or there is no possible carrier."""
+        """True if we are to reach `peer` directly: it is connected, if need be by a dial, or we can ask no carrier."""
         if peer in self._direct:
             return True
         detour = self._detours.get(peer)
@@ -128,7 +128,7 @@ class Routes:
             self._take_detour(peer)
 
     def seen(self, peer: PeerID) -> None:
-        """Dial `peer` at the address that a carrier just reported; the carrier also reports our address to `peer`."""
+        """Plan a dial of `peer` at the address that a carrier reports: now or, if our PeerID is lower, 6 s later."""
         self.comes_over(peer)
         if detour := self._detours.get(peer):
             detour.num_dials = 0

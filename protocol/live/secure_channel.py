@@ -108,7 +108,7 @@ class Handshake:
         return sign_statement(self._identity, topic, run=self._run, body=self._said(other_key))
 
     def finish(self, other_key: bytes, signature: bytes) -> Channel:
-        """Return the encrypted channel. Raises: RemoteError: the peer did not sign this exchange."""
+        """Return the encrypted channel. Raises: RemoteError: invalid key, or the peer did not sign this exchange."""
         topic: Topic = "carried-to" if self._opens else "carried-from"
         said = self._said(other_key)
         if not statement_holds(self._peer, signature, topic, run=self._run, body=said):

@@ -24,7 +24,7 @@ from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.reconnection import DialOutcome
 
 _MOVES_S = 3.0
-"""Most seconds that a stream waits for unhandled frames before a move to a better route: they come slowly or never."""
+"""Most seconds for which a move to a better route waits until the old stream's frames are handled (perhaps never)."""
 
 
 @dataclass(order=True, slots=True)
@@ -57,8 +57,8 @@ class SendQueue:
         self._writer: asyncio.Task[None] | None = None
         self._link: Link | None = None
         self._left: deque[tuple[int, _Waiting | None]] = deque()
-        """Frames that have left over this link and may not be handled yet, oldest first: (bytes of credit that the
-        frame took, the frame itself if it is to be repeated after a break of the link, else None)."""
+        """Frames that were written to this link and are not known to be handled, oldest first: (bytes of credit that
+        the frame took, the frame itself if it is to be repeated after a break of the link, else None)."""
         self._credit_bytes = 0
         """Bytes of returned credit, still too few to cover the first frame in `_left`."""
         self._moves_s = math.inf
@@ -223,8 +223,8 @@ class SendQueue:
             self._writer = asyncio.create_task(self._write(in_s=in_s), name=f"frames once more to {self._peer[-8:]}")
 
     def _repeat_all(self, *, except_of: Collection[Priority]) -> None:
-        """Queue the frames that were on their way once more, except those of the priorities `except_of`. They are
-        dropped if the peer is not reachable again within ten seconds."""
+        """Queue the frames that were on their way once more, if they may be repeated and their priority is not in
+        `except_of`. They are dropped if the peer is not reachable again within ten seconds."""
         until_s = asyncio.get_running_loop().time() + 10.0
         for _, waiting in self._left:
             if waiting is not None and waiting.priority not in except_of:

@@ -70,7 +70,7 @@ class TcpSocket(NamedTuple):
 
 
 def ask_kernel() -> socket.socket:
-    """Open a netlink socket; after an error the socket is useless. Raises: OSError: the kernel has no netlink."""
+    """Open a netlink socket, to be replaced after an error on it. Raises: OSError: the kernel has no netlink."""
     if not hasattr(socket, "AF_NETLINK"):
         raise OSError("only Linux shows the sockets")
     kernel = socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _SOCK_DIAG)

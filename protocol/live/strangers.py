@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 class _Place(NamedTuple):
     whose: Network | PeerID
-    """The source that shares one allowance: the stranger's network or, in a private network, the stranger alone."""
+    """The key of the stranger's allowance: its network or, in a private network, the stranger itself."""
     address: Network | None
     """The stranger's address, if we may keep it from dialling us; None: we may not."""
 

@@ -31,7 +31,7 @@ _MULTIADDR: Final = re.compile(r"^/ip[46]/([^/]+)/tcp/(\d+)")
 
 
 def name_of(multiaddr: str) -> str | None:
-    """Return the name of the daemon's connection with this remote multiaddr; None: it is unknown, or not over TCP."""
+    """Return the name of the daemon's connection to this multiaddr; None: it lacks a valid IP address and TCP port."""
     match = _MULTIADDR.match(multiaddr)
     if match is None:
         return None

@@ -30,7 +30,7 @@ CARRIED: Final = 2.5
 """Priority of traffic that we carry for other peers (`carrier.py`): after our own gradients, activations and
 reductions, for which the swarm waits, and before copies of state, which are long."""
 _SLICE_S: Final = 0.025
-"""Seconds that the line takes to send a slice of a frame. With long slices a gradient would wait for a megabyte."""
+"""Seconds that the line takes to send a slice of a frame: an urgent frame waits until the present slice is sent."""
 _PATIENCE_S: Final = 6 * _SLICE_S
 """Longest time for which urgent frames may delay a slice. It lets a copy of state send 4 MiB in 40 s at 5 Mbit/s; the
 receiver of the copy gives up after 60 s."""
@@ -44,7 +44,7 @@ class RateLimiter(TokenBucket):
         self.slice_bytes = _slice_bytes(bytes_per_s)
 
     def charge(self, nbytes: float) -> None:
-        """Count bytes that pass without waiting, even beyond the limit."""
+        """Count bytes that pass, even if they exceed the limit: then later bytes wait longer."""
         self.take(nbytes * WIRE_FACTOR)
 
     def charge_acknowledgements(self, received_bytes: int) -> None:
@@ -109,7 +109,7 @@ class SendLine:
         self._waiting.sort()
 
     def cut(self, pieces: Iterable[Payload], peer: PeerID) -> Iterator[Payload]:
-        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes; call `admit` for each slice."""
+        """Yield a frame's bytes in slices of at most `slice_bytes(peer)` bytes. The caller calls `ask` for each."""
         for piece in pieces:
             view, start = memoryview(piece), 0
             while start < view.nbytes:
@@ -210,7 +210,7 @@ class Throttle:
 
 
 class Intake:
-    """Pauses the reading of a stream that exceeds the download limit; flow control then slows its sender down."""
+    """Pauses the reading of one stream while this peer exceeds its download limit; the sender then slows down."""
 
     def __init__(self, limiter: RateLimiter, transport: asyncio.ReadTransport, is_lost: Callable[[], bool]) -> None:
         self._limiter, self._transport, self._is_lost = limiter, transport, is_lost

@@ -62,7 +62,7 @@ _NOT_DIALLED = ("failed to find any peer", "routing: not found", "failed to dial
 
 
 class LiveTransport:
-    """Calls and frames between this peer and other peers. Call `start`, then `serve`; messages wait until then."""
+    """Calls and frames between this peer and others. Call `start`, then `serve`; incoming messages wait for `serve`."""
 
     def __init__(self, identity: Identity, members: Members, daemon: Daemon, throttle: Throttle) -> None:
         self._identity = identity
@@ -204,7 +204,7 @@ class LiveTransport:
         }
 
     async def connected(self) -> frozenset[PeerID]:
-        """Return the peers to which the daemon is connected, whichever end dialled; none while the daemon restarts."""
+        """Return the peers to which the daemon is connected, whichever end dialled. Wait while the daemon restarts."""
         return frozenset(await self._connections())
 
     async def _connections(self) -> dict[PeerID, list[str]]:
@@ -307,7 +307,7 @@ class LiveTransport:
             raise Unreachable(peer, "it is excluded from the run")
 
     async def _go(self, peer: PeerID, directly: Callable[[], Awaitable[T]], carried: Callable[[], Awaitable[T]]) -> T:
-        """Use the present route to `peer`. If it fails before any byte has left, find another route and retry."""
+        """Use the present route to `peer`. If a direct route fails before any byte has left, find a route once more."""
         if not await self._routes.is_direct(peer):
             return await carried()
         try:
@@ -536,7 +536,7 @@ class LiveTransport:
             await self._take_frames(source, carrier, streams)
 
     def _move_frames(self, peer: PeerID) -> None:
-        """Send the frames to `peer` over the direct route from now on."""
+        """Move the frames to `peer` from a carrier to the direct route (`SendQueue.move`)."""
         queue = self._send_queues.get(peer)
         if queue is not None and queue.via is not None:
             queue.move()

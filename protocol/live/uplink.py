@@ -30,7 +30,7 @@ class Uplink:
         self._window = UplinkWindow()
         self._queues: TcpQueues | None = None
         self._owners: dict[str, PeerID] = {}
-        """Connection -> peer, for connections that our streams use; traffic on other connections is small."""
+        """A connection's name -> peer, for connections that our streams use; traffic on other connections is small."""
         self._timer: asyncio.TimerHandle | None = None
         self._took_s = 0.0
 
@@ -90,7 +90,7 @@ class Uplink:
         return self._window.round_trip_s(peer) if self.holds(peer) else 0.0
 
     def holds(self, peer: PeerID) -> bool:
-        """True if traffic to `peer` uses the uplink, which traffic within this machine does not."""
+        """True if traffic to `peer` is known to use the uplink. False within this machine."""
         return self._queues is not None and self._window.knows(peer)
 
     def admits(self, peer: PeerID) -> bool:

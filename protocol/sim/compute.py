@@ -1,4 +1,4 @@
-"""The `Compute` port in virtual time: one device, which runs one job at a time, for FLOP / rate seconds."""
+"""The `Compute` port in virtual time: one device that runs one job at a time, each for about FLOP / rate seconds."""
 
 import asyncio
 import contextvars
@@ -65,7 +65,7 @@ class SimCompute:
         self.overhead_s = overhead_s
         self._is_modelled = is_modelled
         self.timeline: list[SimJob] = []
-        """All jobs in the order of their starts; the last one may end in the future."""
+        """All jobs in the order of their starts; the last may end in the future (not if the device's speed varies)."""
         self._agenda = agenda
         self._trace = trace
         self._number = number
@@ -94,7 +94,7 @@ class SimCompute:
         return work()
 
     def close(self) -> None:
-        """Cancel all waiting jobs. The running job gives no result."""
+        """Cancel all waiting jobs. The running job ends as usual."""
         self._is_closed = True
         for job in self._queue:
             job.done.cancel()

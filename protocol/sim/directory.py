@@ -45,7 +45,7 @@ class Records:
         self._held: dict[str, dict[str, list[_Record]]] = {}
 
     def add(self, key: str, subkey: str, record: _Record) -> bool:
-        """Add a record and return True. If this subkey has a record that expires later, return False, as a DHT does."""
+        """Add a record and return True. Return False if the publisher sees one of this subkey that expires later."""
         versions = self._held.setdefault(key, {}).setdefault(subkey, [])
         shown = self._newest(versions, record.publisher_place, record.stored_at_s)
         if shown is not None and shown.expires_at_s > record.expires_at_s:
@@ -91,7 +91,7 @@ class SimDirectory:
         self._latency_s = latency_s
 
     async def store(self, key: str, subkey: str, value: bytes, *, expires_in_s: float) -> bool:
-        """Publish a record. Returns: True if the nodes kept it. Raises: ValueError: no node accepts such a record."""
+        """Publish a record; return True if the nodes kept it. Raises: ValueError: its size or lifetime is invalid."""
         if len(value) > RECORD_BYTES_MAX:
             raise ValueError(f"a record of {len(value)} bytes is larger than the {RECORD_BYTES_MAX} that nodes accept")
         if not 0 < expires_in_s <= RECORD_EXPIRES_S_MAX:

@@ -39,11 +39,11 @@ class Dirt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     others_share: _Share = 0.0
     """The part of the line that other people's traffic takes while there is such traffic."""
     others_on_s: _Positive = 10.0
-    """Mean length of a period with other people's traffic; lengths are exponential."""
+    """Mean seconds of a period with other people's traffic; the lengths are exponentially distributed."""
     others_off_s: _Positive = 20.0
-    """Mean length of a period without other people's traffic; lengths are exponential."""
+    """Mean seconds of a period without other people's traffic; the lengths are exponentially distributed."""
     others_delay_s: _NotNegative = 0.0
-    """Delay of frames and calls in the line's queue while there is other people's traffic."""
+    """Seconds that a frame or call waits in the line's queue while there is other people's traffic."""
 
     @property
     def is_on_device(self) -> bool:
@@ -58,7 +58,7 @@ CLEAN = Dirt()
 
 
 class Cores:
-    """The cores of a machine. If k devices work at once, each runs at min(1, count / k) of its speed."""
+    """The `count` cores of a machine. If k devices work at once, each runs at min(1, count / k) of its speed."""
 
     def __init__(self, count: float = math.inf) -> None:
         self._count = count
@@ -111,7 +111,7 @@ class DevicePace:
         self._at_s = 0.0
 
     def factor(self) -> float:
-        """Draw the factor by which a job takes longer than at full speed."""
+        """Draw a job's duration at full speed, as a multiple of its nominal one (mean 1)."""
         return math.exp(self._rng.gauss(-(self._log_sd**2) / 2.0, self._log_sd)) if self._log_sd else 1.0
 
     def begin(self, seconds: float, now_s: float) -> None:
@@ -150,12 +150,12 @@ class DevicePace:
 class _Piece(NamedTuple):
     until_s: float
     factor: float
-    """The factor on the line's nominal rate until `until_s`."""
+    """The line's rate as a multiple of its nominal rate, until `until_s`."""
     delay_s: float
 
 
 class LineDirt:
-    """The factor on the rate of one direction of a line: constant in each piece. Pieces are drawn when needed."""
+    """The varying rate of one direction of a line, as a series of pieces (periods of one rate), drawn when needed."""
 
     def __init__(self, dirt: Dirt, rng: random.Random) -> None:
         self._dirt, self._rng = dirt, rng

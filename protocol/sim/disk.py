@@ -143,7 +143,7 @@ class SimDisk:
     ) -> None:
         """Let the next `after` operations of these kinds succeed. The following `times` (maybe infinite) raise OSError.
 
-        A draw decides whether a failed operation has had its whole effect, none, or (a write, a removal) a part of it.
+        A draw decides whether a failed operation has had its whole effect, none, or (for some kinds) a part of it.
         """
         self._troubles.append(_Trouble(frozenset(only), after, times, lambda: OSError(code, os.strerror(code))))
 
@@ -166,7 +166,7 @@ class SimDisk:
         self._troubles.clear()
 
     def rot(self, path: PurePosixPath, *, bit: int | None = None) -> None:
-        """Flip one bit of a file's durable content: bit number `bit`, or a random one."""
+        """Flip one bit of a file's content, visible and durable: bit number `bit`, or a random one."""
         file = self._file(path)
         bit = self._rng.randrange(8 * len(file.data)) if bit is None else bit
         data = bytearray(file.data)
@@ -174,8 +174,7 @@ class SimDisk:
         file.data = file.synced = bytes(data)
 
     def crash(self) -> "SimDisk":
-        """Cut the power now. Returns: the machine's disk after a restart. Later calls of the old disk raise
-        PowerCut."""
+        """Cut the power now. Return the machine's disk after a restart. Operations on the old disk raise PowerCut."""
         self._is_dead = True
         after = SimDisk(self._rng, self.name)
         after._root = self._survivor(self._root)

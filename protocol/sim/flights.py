@@ -16,7 +16,7 @@ from shoal.protocol.sim.stream import SimFrame, Stream
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """A frame in flight. A change of the path's rate can move the arrival until the frame's last byte has left."""
+    """A frame in flight. If the path's rate changes before its last byte has left, its arrival moves."""
 
     frame: SimFrame
     rate_bytes_per_s: float

@@ -175,7 +175,7 @@ class Links:
         return frame is not None and plug.earned_bytes >= frame.nbytes
 
     def _start(self, stream: Stream, now_s: float) -> int | None:
-        """Start to send the stream's next frame. Returns: the frame's size in bytes; None: there is no frame."""
+        """Start to send the stream's next frame. Return its bytes; None: there is no frame, or too little credit."""
         frame = stream.take_next()
         if frame is None:
             return None

@@ -259,7 +259,7 @@ class _OrderedTask(asyncio.Task[T]):
 def run(main: Coroutine[Any, Any, T], *, start_s: float = 0.0) -> T:
     """Do what `asyncio.run` does, in virtual time: run `main`, cancel leftover tasks, close the loop.
 
-    Raises: Deadlock: no progress is possible. LocalError: the program tried real input or output.
+    Raises: Deadlock: no progress is possible. LocalError: the program used a thread, socket, pipe or signal.
     """
     loop = VirtualTimeLoop(start_s=start_s)
     try:

@@ -8,7 +8,7 @@ from shoal.protocol.sim.disk import SimDisk
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """A peer's machine; a peer that returns after a crash finds the machine unchanged."""
+    """A peer's machine. A peer that returns after a crash gets it back, with what the crash has left on the disk."""
 
     place: int
     disk: SimDisk

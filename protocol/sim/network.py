@@ -91,8 +91,8 @@ _NO_PATH = LinkSpec(latency_s=1.0, rate_bytes_per_s=1e-3)
 
 
 class MatrixNetwork(Network):
-    """A network given by matrices of latency and rate; device i of the topology is at place i. `World.add_peer` takes
-    the rates of network cards."""
+    """A network given by matrices of latency and rate; device i of the topology is at place i. The rates of network
+    cards are arguments of `World.add_peer`."""
 
     def __init__(self, topology: Topology) -> None:
         self._latency_s = topology.latency_s

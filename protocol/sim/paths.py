@@ -11,7 +11,7 @@ from shoal.protocol.sim.network import LinkSpec, Network
 class Disturbance:
     """A temporary change of a `LinkSpec`. Fields without a description here mean the same as in `LinkSpec`.
 
-    Several disturbances of one path combine, in any order: seconds add, probabilities are independent.
+    Several disturbances of one path combine, in any order: delays add, probabilities combine as if independent.
     """
 
     slowness: float = 1.0
@@ -87,7 +87,7 @@ class Cut(Between):
 
 
 class Paths:
-    """The paths of all pairs of places. A change applies to later messages."""
+    """The present paths between places. A change applies to later messages and to the unsent rest of frames."""
 
     def __init__(self, network: Network) -> None:
         self._network = network

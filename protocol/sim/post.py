@@ -1,8 +1,8 @@
 """Carries control messages: the requests and replies of calls.
 
 Control messages are small and multiplexed with frames: they wait for earlier control messages between the same two
-peers, not for frames, and do not slow frames down. Jitter and spikes reorder control messages. A message never arrives
-if it is lost, if a cut blocks it, or if the network daemon at either end dies while it is in flight.
+peers, not for frames, and do not slow frames down. Jitter and spikes reorder control messages. A message is lost by
+chance, by a cut, or if the receiver's process or either end's network daemon ends before it arrives.
 """
 
 import random

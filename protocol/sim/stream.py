@@ -29,7 +29,7 @@ class SimFrame:
     """Bytes on the wire, header and trailer included; also the credit that the frame takes."""
     digest: int
     left: asyncio.Future[None]
-    """Future: done when the last byte has left; cancelled if the sender has given up the frame."""
+    """Done when the last byte has left, or with an error if the stream breaks; cancelled if the sender gives up."""
     epoch: int = 0
     """The stream's epoch when the frame began to leave."""
     is_damaged: bool = False
@@ -53,7 +53,7 @@ class Plug:
         self.offers: list[Stream] = []
         """Streams with a frame ready for the uplink; the stream that has waited longest is first."""
         self.tags_served = [0.0] * _NUM_PRIORITIES
-        """[priority], fair-queueing tag of the last frame of that priority that left."""
+        """[priority]: fair-queueing tag, in bytes, of the frame of that priority that began to leave last."""
         self.earned_bytes = 0.0
         """Bytes that the longest-waiting stream may send regardless of priorities."""
         self.grant: asyncio.TimerHandle | None = None
@@ -107,13 +107,13 @@ class Stream:
         self.arrived_epoch = 0
         self.first_byte_s = 0.0
         self.arrives_s = 0.0
-        """When the latest frame's first byte (`first_byte_s`) and last byte (`arrives_s`) reach the receiver. No later
-        frame comes earlier: jitter does not reorder frames."""
+        """Times at which the latest frame's first byte (`first_byte_s`) and last byte (`arrives_s`) reach the receiver.
+        No later frame comes earlier: jitter does not reorder frames."""
         self.control_free_s = 0.0
         self.connection = 0
         """A number that grows when the network daemon at either end dies: control messages in flight are then lost."""
         self.tags = [0.0] * _NUM_PRIORITIES
-        """[priority], fair-queueing tag of the next frame of that priority."""
+        """[priority]: fair-queueing tag, in bytes, of the stream's next frame of that priority."""
         self.is_offered = False
         self.stall: asyncio.TimerHandle | None = None
         self.serving: asyncio.Task[None] | None = None

@@ -1,4 +1,4 @@
-"""Envelopes (signed wrappers of messages) for a world of honest peers: of full size, but without signatures and checks.
+"""Envelopes (signed wrappers of messages) for a world of honest peers: of full size, without signatures or checksums.
 
 Ed25519 and the check of nesting depth take two thirds of the real time that a simulated call costs, and change nothing
 among honest peers. Worlds with damage or forgery use the real `Seals`.
@@ -24,7 +24,7 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 class TrustingSeals(Seals):
-    """`Seals` without signatures. All peers of a world share one, so that each plan is decoded once."""
+    """`Seals` without signatures. All peers of a world share one object, so that a plan is decoded once for all."""
 
     def __init__(self) -> None:
         self._plans: OrderedDict[bytes, SignedPlan] = OrderedDict()
