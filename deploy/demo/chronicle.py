@@ -218,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Note a plan if it is newer than the last: every peer reports each plan, and a restarted peer first an old one."""
+        """Note a plan if it is newer than the last: every peer reports each plan, a restarted peer first an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):

@@ -87,7 +87,7 @@ class StepBook:
                 entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
-        """Release steps that are complete or overdue, in order. Return for each (time of its last report, the step). If a
+        """Release steps that are complete or overdue, in order. Return (time of the last report, step) of each. If a
         stage's report is missing, the step is as the coordinator reported it.
 
         Args: flush: no more reports will come, so also return steps that have only the last stage's report, which has

@@ -109,7 +109,6 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     expert: int | None = None
     """The expert of which `--moe` killed a holder; None: the line tells of another fault."""
     seconds: float = 0.0
-    """Seconds since the demo began."""
 
 
 class DemoRecord:

@@ -324,7 +324,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
 
 
 def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Yield a problem if no peer can connect to us, nor a relay helps. It is not fatal: we can connect to public peers."""
+    """Yield a problem, not a fatal one, if peers can reach us neither directly nor over a relay: we can dial them."""
     called_back = [peer.called_back for peer in reached if peer.called_back is not None]
     if not called_back or any(called_back) or network.relayed:
         return

@@ -42,7 +42,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of one peer that the invite names. A peer that no TCP connection reaches is not asked, and has none."""
+    """The answers of one peer that the invite names. It is asked unless TCP shows that all its addresses fail."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -62,9 +62,9 @@ class PeerFound:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFound:
     online: bool | None = None
-    """True if an interface has an address other than loopback; also if the invite has only loopback addresses."""
+    """True if this machine has an address of its own (`own_addresses`), or the invite has only loopback addresses."""
     own_addresses: tuple[str, ...] = ()
-    """IP addresses of this machine's interfaces, without loopback."""
+    """IP addresses of this machine's interfaces, without loopback and link-local ones."""
     daemon_error: str = ""
     """Why our network daemon did not start; empty: it started, or was not tried."""
     port: int | None = None

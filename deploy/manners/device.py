@@ -92,8 +92,8 @@ def spare_threads() -> int:
 
 
 def stand_back(limits: Limits) -> None:
-    """Give the calling thread, and threads that it starts, the nice level `limits.nice`. Does so only on Linux: elsewhere
-    a priority belongs to the whole process, so the network would slow down, too."""
+    """Give the calling thread, and threads that it starts, the nice level `limits.nice`. Does so only on Linux:
+    elsewhere a priority belongs to the whole process, so the network would slow down, too."""
     if limits.nice and sys.platform == "linux":
         thread = threading.get_native_id()
         # A process started with `nice` may already have a lower priority, and only root may raise it.
