@@ -125,7 +125,7 @@ class NodeListeners:
     on_plan: Callable[[SignedPlan], None] = ignore
     """Called for every plan that this peer obeys."""
     on_commit: Callable[[CommitReport], None] = ignore
-    """Called for every commit of this peer's groups, even if it is another member that reports it to the coordinator."""
+    """Called for every commit of this peer's groups, even if another member reports the commit to the coordinator."""
     on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
     """Called with (group, state) after this peer has stepped or loaded the state of one of its groups."""

@@ -56,7 +56,7 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of a class: the devices with a stage that have one region (or name, without regions) and one power."""
+    """The figures of a class: the devices with a stage that have the same region (or else name) and power."""
 
     name: str
     members: int

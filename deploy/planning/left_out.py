@@ -27,7 +27,7 @@ GAIN_MIN: Final = 0.005
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""These three are the largest values to try: a fast data centre's line, memory and speed of the largest GPUs of 2026."""
+"""These three are the largest values to try: a fast data centre's line, the largest GPUs' memory and speed (2026)."""
 _MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -64,7 +64,7 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds of a step with one such device, as it is, in its best place in the plan; None: it fits nowhere."""
     why: str
     needs: tuple[Need, ...]
-    """Each one suffices: improvements of one resource, or else one of several. Empty: it helps as it is, or nothing helps."""
+    """Each one suffices: improvements of one resource, or else one of several. Empty: none needed, or none helps."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
@@ -126,8 +126,8 @@ class _Examined:
         return f"{_lacking(needs)}with one of them a step takes {said}"
 
     def need(self, resources: tuple[Resource, ...]) -> Need | None:
-        """Return the least values of `resources` with which the device helps. They rise together, by equal parts of the way
-        from the present to the largest values (logarithmic). None: even the largest values do not suffice."""
+        """Return the least values of `resources` with which the device helps. They rise together, by equal parts of the
+        way from the present to the largest values (logarithmic). None: even the largest do not suffice."""
         has = self.has()
 
         def helps(part: float) -> bool:
