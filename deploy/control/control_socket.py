@@ -141,7 +141,7 @@ class ControlServer:
 
 
 def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-    """Send a verb to the peer that runs in `folder`, wait, and return the answer. Not for use in an event loop.
+    """Send a verb to the peer that runs in `folder`, and return the answer. Blocks, so do not call it in an event loop.
 
     Raises: LocalError: no peer runs in `folder`, or the peer did not answer in time, or answered with an error.
     """

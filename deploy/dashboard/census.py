@@ -77,7 +77,7 @@ class Census:
         return joined, moved, gone
 
     def since_s(self, peer: PeerID) -> float:
-        """Return when the peer came, on the clock of `take`; minus infinity: with the first table, or it is unknown."""
+        """Return when the peer came, on the clock of `take`; minus infinity for unknown peers and the first table's."""
         known = self._known.get(peer)
         return known.since_s if known else -float("inf")
 

@@ -45,7 +45,7 @@ class Act:
     """Seconds from the demo's first step to the fault."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
-    """For kills. True: the killed peer restarts; false: a new peer takes its place."""
+    """True: the killed peer restarts; false: a new peer takes its place. A suspension does not use this."""
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
@@ -66,8 +66,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
-    A member that the status does not list has not joined, and holds nothing. No holders are members that are suspended,
-    silent, leaving or fetching their state, or that started or resumed so lately that the status may be older.
+    A member that the status does not list has not joined, and holds nothing. Members do not count as holders if they are
+    suspended, silent, leaving or still fetching state, or started or resumed so lately that the status may be older.
 
     Args:
         status: the swarm's status, under the newest plan.
@@ -104,7 +104,7 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
     """Return (member to kill, busiest expert). The member holds this expert, and the run can lose the member. The
-    coordinator is chosen only if no other holder can be lost. None: no holder can be, or the loads are unknown.
+    coordinator is chosen only if no other holder can be lost. None: the loads are unknown, or no holder can be lost.
 
     Args: status: the swarm's status, under the newest plan; now_s: the present time in `time.monotonic()`.
     """

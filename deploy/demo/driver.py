@@ -50,7 +50,7 @@ class DemoOptions:
     """True: do not delete the peers' own folders at the end."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
-    """True: without chaos, kill a holder of the busiest expert half-way through the run."""
+    """True: kill a holder of the busiest expert half-way through the run, unless `chaos` is set."""
     dashboard: Address | None = None
 
 

@@ -29,7 +29,7 @@ from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.messages import SwarmStatus
 
 CLOCK_S_MAX = 3.0
-"""A clock may be off by this many seconds: beyond it hivemind refuses the records of the machine."""
+"""Seconds by which a machine's clock may be off; if it is further off, hivemind refuses the machine's records."""
 DISK_BYTES_MIN = 64 * 2**20
 """Less free space than this is fatal: a peer soon writes as much, in plans, a log and a small stage's snapshot."""
 

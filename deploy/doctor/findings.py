@@ -42,7 +42,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of one peer that the invite names. It is asked unless TCP shows that all its addresses fail."""
+    """The answers of one peer that the invite names. A peer is asked unless TCP shows that all its addresses fail."""
 
     peer: PeerID
     protocol_version: int | None = None

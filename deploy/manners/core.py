@@ -1,7 +1,7 @@
 """Decides whether a peer may compute now, and why not. Pure.
 
 A peer pauses while there is any reason: the owner's request, the time of day, somebody at the machine, other programs
-on the device. Each reason ends separately. If the machine does not report its use, the peer does not pause for it.
+on the device. Each reason ends separately. Use that the machine does not report is no reason; the owner is told once.
 """
 
 from dataclasses import dataclass, field

@@ -76,7 +76,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, but at most the number of processors that this process may use."""
+    """Return torch's default number of threads, but at most one for each whole processor we may use."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 

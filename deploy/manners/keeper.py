@@ -85,7 +85,7 @@ class Keeper:
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
 
     def start(self) -> None:
-        """Observe the machine from now on if a limit needs it. If the owner paused the peer before, it stays paused."""
+        """Observe the machine if a limit needs that. If the owner paused the peer before a restart, it stays paused."""
         if self._kept is not None and self._kept.exists():
             self._manners.ask(_OWNER, _OWNERS_WORD)
             self._apply()

@@ -68,11 +68,11 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
-    """The tokens/s of a pipeline of `cards` such GPUs if only the slowest stage's computing takes time."""
+    """The tokens/s of a pipeline of `cards` such GPUs, as fast as its slowest stage computes; lines take no time."""
     up_mbit_s: float | None = None
     """The upload, in Mbit/s, of a GPU to both neighbours at `tokens_per_s`; null: one GPU holds the whole model."""
     fetch_gb: float | None = None
-    """The GB that a newcomer fetches for the stage with the most state: weights and moments, or adapters and base."""
+    """The most GB that a newcomer fetches before its first microbatch: a stage's weights, moments, adapters, base."""
     fetch_minutes: tuple[float, ...] | None = None
     """The minutes that `fetch_gb` takes at each download rate of `LINES_MBPS`."""
 

@@ -148,7 +148,7 @@ def _mod(request: LayoutRequest) -> Placement:
 
 
 def _dealt(request: LayoutRequest, devices: Sequence[int]) -> Placement:
-    """Cut `devices`, in their order, into as many stages with nearly equally many devices."""
+    """Cut `devices`, in their order, into `num_stages` stages with nearly the same number of devices."""
     K, n = request.num_stages, len(devices)
     return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
 
