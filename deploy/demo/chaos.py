@@ -66,8 +66,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
-    A member that the status does not list has not joined, and holds nothing. Members do not count as holders if they are
-    suspended, silent, leaving or still fetching state, or started or resumed so lately that the status may be older.
+    A member that the status does not list has not joined, and holds nothing. Members do not count as holders if they
+    are suspended, silent, leaving or fetching state, or started or resumed so lately that the status may be older.
 
     Args:
         status: the swarm's status, under the newest plan.

@@ -45,8 +45,8 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     """The number of replicas of each expert."""
     placement: tuple[tuple[int, ...], ...]
-    """The expert in each slot of each node. If two slots of a node have the same expert, the node stores it once and does
-    two shares of its work."""
+    """The expert in each slot of each node. If two slots of a node have the same expert, the node stores it once, and
+    does two shares of its work."""
     recovery_probability: float
     """The probability that no expert loses all its nodes, exactly or as a lower bound. If the file gives no
     probabilities, each node fails with `FAILURE_PROBABILITY_ASSUMED`."""

@@ -22,7 +22,7 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     first_layer: int
     last_layer: int
-    """The number of the first layer after this stage: the stage has the layers from `first_layer` to the one before it."""
+    """The number of the first layer after this stage: the stage has the layers from `first_layer` to the one before."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
     """The GB of GPU memory that a real peer needs to keep all its state there. Given for the member with the least
