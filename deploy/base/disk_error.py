@@ -8,7 +8,7 @@ from shoal.protocol.errors import LocalError
 
 @contextlib.contextmanager
 def or_say(what: str) -> Iterator[None]:
-    """Turn an OSError inside the context into a LocalError. Args: what: begins the error's sentence (`cannot …`)."""
+    """Raise a LocalError for an OSError inside the context. Args: what: the start of its sentence, `cannot …`."""
     try:
         yield
     except OSError as error:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from shoal.protocol.identity import PeerID
 
 ENDING = re.compile(r"\b[1-9A-HJ-NP-Za-km-z]{8}\b")
-"""Matches a peer in the text of a plan's reason: the last eight characters of the peer's identifier stand for it."""
+"""Matches what stands for a peer in the text of a plan's reason: the last eight characters of its identifier."""
 NAMED_MAX = 3
 """A sentence names at most this many things of a list, and counts the rest (`a, b, c and 2 more`)."""
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
@@ -23,7 +23,7 @@ def short(peer: PeerID) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds: `40 s`, `12:05`, `3:12:05`, `4 d 3 h`."""
+    """Format seconds: `40 s`, `12:05` (min:s), `3:12:05` (h:min:s), from 48 hours on `4 d 3 h`."""
     minutes, left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours >= 48:
@@ -53,7 +53,7 @@ def file_name(text: str) -> str:
 
 
 def digits(value: float) -> str:
-    """Format with three digits and no exponent: `0.000314`, `12.3`, `1,070`."""
+    """Format with three significant digits and no exponent; from 100 on without decimals: `0.000314`, `1,074`."""
     if abs(value) >= 99.95:
         return f"{value:,.0f}"
     said = f"{value:.3g}"
@@ -84,7 +84,7 @@ def span(seconds: float) -> str:
 
 
 def amount(number: float) -> str:
-    """Format a number: `9,812`, `35.1 k`, `3.3 M`."""
+    """Format a number, with an SI prefix from 10,000 on: `9,812`, `35.1 k`, `3.3 M`."""
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if number >= unit and number >= 1e4:
             return f"{number / unit:.1f} {name}"

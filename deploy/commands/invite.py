@@ -94,7 +94,10 @@ def exclude(
     state_dir: Running = None,
     json: Json = False,
 ) -> None:
-    """Exclude one member from the run. Only the run's host can do this."""
+    """Exclude one member from the run. Only the run's host can do this.
+
+    If it is the second excluded member of its invite, the invite and all its other members are excluded, too.
+    """
     answer = ask(running_here(state_dir, hosts=True), "exclude", peer=peer)
     words = [f"{answer['name']} ({str(answer['peer'])[-8:]}) is out of the run"]
     if answer["invite"]:

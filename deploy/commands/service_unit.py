@@ -22,7 +22,7 @@ _HERE = Path(__file__).parents[1]
 _SHOAL: Final = Path(sys.executable).parent / "shoal"
 """The path of the `shoal` command in this Python environment: a service does not have our PATH."""
 _OWN_VIEW: Final = "# Its own view of the files:"
-"""The comment in the systemd unit above the lines that hide the user's other files. These need a user namespace."""
+"""The comment above those lines of the systemd unit that hide the user's other files. They need a user namespace."""
 _NO_NAMESPACE: Final = ("217", "226")
 """Exit statuses of the unit's process if systemd cannot make a user namespace (EXIT_USER, EXIT_NAMESPACE)."""
 _CACHES: Final = {
@@ -33,7 +33,7 @@ _CACHES: Final = {
 }
 """Environment variable that sets a library's cache folder -> the name of this folder within shoal's cache."""
 _TOLD: Final = ("XDG_CONFIG_HOME", "XDG_STATE_HOME", "XDG_CACHE_HOME", "HF_HOME")
-"""Environment variables to copy into the unit, as a service manager may lack them: they locate the user's files."""
+"""Environment variables that locate the user's files. The unit gets a copy, since a service manager may lack them."""
 _CONTROL: Final = ("Cc", "Cs", "Zl", "Zp")
 """Unicode categories: control characters, surrogates (no file can hold them), and line separators."""
 

@@ -141,7 +141,7 @@ class ControlServer:
 
 
 def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -> dict[str, Any]:
-    """Send a verb to the peer that runs in `folder`, and return the answer. This call would block an event loop.
+    """Send a verb to the peer that runs in `folder`, and return the answer. Blocks, so do not call it in an event loop.
 
     Raises: LocalError: no peer runs in `folder`, or the peer did not answer in time, or answered with an error.
     """
@@ -170,7 +170,7 @@ def ask(folder: Path, verb: str, *, timeout_s: float = 10.0, **arguments: Any) -
 
 @contextlib.contextmanager
 def _reachable(folder: Path) -> Iterator[str]:
-    """Yield a path of the socket in `folder`; if that is too long for the kernel, one through a file descriptor."""
+    """Yield the path of the socket in `folder`, or a short path through a file descriptor if the kernel needs one."""
     path = str(folder / SOCKET_NAME)
     if len(os.fsencode(path)) <= _PATH_BYTES_MAX:
         yield path

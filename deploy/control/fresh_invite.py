@@ -13,7 +13,7 @@ from shoal.protocol.identity import PeerID
 PEERS_NAMED: Final = 3
 """How many peers an invite names. Each of them can let a newcomer in: the invite works until all three are gone."""
 SETTLES_S: Final = 10.0
-"""Seconds to wait for more peers before an invite that names fewer than `PEERS_NAMED`: peers arrive one by one."""
+"""Seconds to wait for more peers before we announce an invite with fewer than `PEERS_NAMED`: peers come one by one."""
 APART_S: Final = 60.0
 
 

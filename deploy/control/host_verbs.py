@@ -69,7 +69,7 @@ class HostVerbs:
         return key
 
     async def others(self) -> dict[PeerID, tuple[str, ...]]:
-        """Return the other members that an invite can name, and their addresses."""
+        """Return the peers that are connected to us and that others can dial, with their addresses."""
         connected, known = await self._transport.connected(), self._transport.known()
         return {peer: where for peer in connected if peer in known and (where := dialable(known[peer]))}
 
@@ -79,7 +79,7 @@ class HostVerbs:
         return {"invite": invite, "run": self._invite.run, "peers": len(named)}
 
     async def _guest(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Admit a command on this machine, even with an expired invite. Argument `peer`: the command's PeerID."""
+        """Let a command on this machine ask us, even if its invite has expired. Argument `peer`: its PeerID."""
         self._members.guests.append(PeerID(str(arguments.get("peer", ""))))
         return {}
 
@@ -93,7 +93,7 @@ class HostVerbs:
         return {"invite": text, **_described(made)}
 
     async def _list(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Answer with the invites, and one text (name and end of ID) for each excluded member or invite."""
+        """Answer with all invites, and with the name and the end of the ID of each excluded member or invite."""
         book, names = self._needed(), self._names()
         excluded = sorted(self._coordination.core.excluded.keys)
         out = [f"{names.get(key, '')} ({peer_id_of(key)[-8:]})".strip() for key in excluded]
@@ -123,7 +123,7 @@ class HostVerbs:
         return {"peer": peer, "name": name, "invite": invite_name(invite) if is_second else ""}
 
     async def _readmit(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Readmit `who`: the name of a member, all or the end of a member's ID, or the name of an invite."""
+        """Readmit a member or an invite. Argument `who`: a member's name, ID or end of the ID, or an invite's name."""
         wanted, book, names = str(arguments.get("who", "")), self._needed(), self._names()
         excluded = self._coordination.core.excluded
         found = {key for key in excluded.keys if wanted and (_is_called(key, wanted) or names.get(key) == wanted)}

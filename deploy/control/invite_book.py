@@ -20,13 +20,13 @@ from shoal.protocol.ports import Disk
 
 FILE_NAME = "invites.json"
 INVITES_MAX = EXCLUDED_KEYS_MAX // 2
-"""The most invites of one run, revoked or not: one exclusion order has room for them and for as many members."""
+"""The most invites of one run, revoked ones included. An exclusion order has room for all these and as many members."""
 DEFAULT_LASTS_S = 7 * 24 * 3600
 """How long newcomers can join with the invite that `shoal host` prints; members stay in after that time."""
 DEFAULT_SEATS = 5
 """How many machines may be in the run at a time with the invite that `shoal host` prints."""
 _USEFUL_S = 24 * 3600
-"""An invite that expires in less than this many seconds is not handed out any more."""
+"""`InviteBook.default` returns no invite that expires within this many seconds."""
 
 
 class GivenOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,7 +81,7 @@ class InviteBook:
 
     @property
     def order(self) -> Exclusion | None:
-        """The owner's signed list of all excluded members and revoked invites. None: nothing was ever excluded."""
+        """The owner's signed list of excluded members, revoked invites and readmitted keys; None: there are none."""
         revoked = {invite.key.delegation.key for invite in self.all if invite.revoked}
         came_by = {key: key for key in revoked} | {named.key: named.invite for named in self._file.named}
         readmitted = [named.key for named in self._file.named if named.readmitted]
@@ -149,9 +149,10 @@ class InviteBook:
         self._name(NamedKey(key=public_key_of(peer), name=name, invite=invite))
 
     def readmit(self, key: bytes, invite: bytes = b"") -> None:
-        """Undo the exclusion of a member or the revocation of an invite. Raises: LocalError: the disk is full.
+        """Undo the exclusion of a member or the revocation of an invite.
 
         Args: key: the key of the member or invite; invite: the key of the member's invite; empty: unknown.
+        Raises: LocalError: too many members are excluded or readmitted; the disk is full.
         """
         self._name(NamedKey(key=key, invite=invite, readmitted=True))
         for given in self.all:

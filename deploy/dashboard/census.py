@@ -48,8 +48,8 @@ class Census:
         self._began = False
 
     def take(self, status: SwarmStatus, now_s: float) -> tuple[list[PeerStatus], list[PeerStatus], list[DepartedPeer]]:
-        """Take a new table. Return (peers that came, peers that moved to another stage, peers that left) since the
-        previous table; all peers of the first table came."""
+        """Take a new table. Return (peers that are new in it, peers that changed their stage, peers that now count as
+        gone). All peers of the first table are new."""
         joined, moved = [], []
         for peer in status.peers:
             known = self._known.get(peer.peer)
@@ -77,7 +77,7 @@ class Census:
         return joined, moved, gone
 
     def since_s(self, peer: PeerID) -> float:
-        """Return when the peer came, on the clock of `take`; minus infinity if the first table already had the peer."""
+        """Return when the peer came, on the clock of `take`; minus infinity for unknown peers and the first table's."""
         known = self._known.get(peer)
         return known.since_s if known else -float("inf")
 

@@ -22,8 +22,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
 CONNECTIONS_MAX = 64
-"""Enough for ten browsers: six connections each to load the page, then one. Many systems allow a process 1,024
-files."""
+"""Enough for ten browsers: each loads the page over six connections, and then keeps one. Many systems allow a process
+only 1,024 open files."""
 REQUEST_S = 10.0
 """Time limit of a request of a hundred bytes. Five resends by TCP take 0.2 + 0.4 + 0.8 + 1.6 + 3.2 = 6.2 s."""
 ANSWER_S = 60.0

@@ -24,7 +24,7 @@ LINKS_MAX = 16
 
 
 class MeteredCompute:
-    """Passes jobs on to a `Compute`, and adds up their device time, FLOP and microbatches; speed probes do not count.
+    """Passes jobs on to a `Compute`, and adds up device time, FLOP and forwards of microbatches, speed probes left out.
 
     Args: used_s: returns the seconds of device time that count against the owner's limit on the share of device time;
     None: there is no such limit, so count the time in which jobs ran.
@@ -142,7 +142,7 @@ class ContributionMeter:
 
 
 def _moved(before: _Sample, now: _Sample) -> Iterator[tuple[PeerID, float, float]]:
-    """Yield (peer, bytes sent, bytes received) between two samples; a forgotten link's counts restart at 0."""
+    """Yield (peer, bytes sent to it, bytes received from it) between two samples. A count that fell restarted at 0."""
     for peer, counts in now.traffic.items():
         earlier = before.traffic.get(peer, (0.0, 0.0))
         sent, received = (new - old if new >= old else new for old, new in zip(earlier, counts, strict=True))

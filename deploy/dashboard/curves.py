@@ -35,7 +35,7 @@ class Curves:
             self.generation += 1
 
     def validate(self, at_s: float, step: int, loss: float) -> None:
-        """Add the validation loss of version `step`, in place of its loss from before the run went back, if any."""
+        """Add the validation loss of version `step`, or replace it: a run that went back makes the version again."""
         made_s = next((point.time for point in reversed(self.points) if point.step <= step), None)
         made_s = at_s if made_s is None or step > self._newest else min(at_s, made_s)
         kept = [known for known in self.validations if known.step != step]

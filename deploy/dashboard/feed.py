@@ -207,8 +207,8 @@ class Feed:
         self._add_change(change)
 
     def _correct(self, plan: PlanNote, now_s: float) -> None:
-        """Correct a plan's time and outcome in the history. Keep the earlier of two times: a peer that joins later
-        reports when it joined. Take the outcome only once a newer plan is known: before that it may change."""
+        """Correct a plan's time and outcome in the history. If reports differ in the time, the earlier time is right: a
+        peer that joins later reports when it joined. An outcome may still change until a newer plan is known."""
         newest, order, at_s = self._plan, (plan.term, plan.sequence), now_s - plan.seconds_ago + self._wall_s
         is_over = bool(plan.outcome) and newest is not None and order < (newest.term, newest.sequence)
         outcome = {"outcome": clean(plan.outcome)} if is_over else {}
@@ -358,7 +358,7 @@ class Feed:
         return (status.step, status.loss, status.staleness_steps_mean) if status else (0, None, 0.0)
 
     def _left_s(self, status_age_s: float | None) -> float | None:
-        """Return the coordinator's estimate of the seconds to the last step, minus its age; None: unknown."""
+        """Return the coordinator's estimate of the seconds to the last step, minus its age; None: unknown or done."""
         status = self._status
         left_s = status.left_s if status and status.step < status.steps else None
         return None if left_s is None or status_age_s is None else max(0.0, left_s - status_age_s)

@@ -75,10 +75,10 @@ class PeerView(msgspec.Struct, frozen=True):
     paused_s: float | None
     """How long the peer has been paused; None: it is not."""
     forward_s: float
-    """The median seconds of a microbatch's forward, on the last stage of forward and backward; 0: unknown yet."""
+    """Median seconds of a microbatch's forward on this peer; on the last stage, with the backward; 0: unknown yet."""
     window: int
     share: float
-    """The share of its stage's traffic that the plan gives the peer, in [0, 1]; 0: the peer is a spare."""
+    """The part of its stage's work that the plan gives to this peer, in [0, 1]; 0: the peer is a spare."""
     flop_per_s: float
     """The speed that the peer measured on its own device; 0: unknown."""
     is_coordinator: bool
@@ -176,7 +176,7 @@ class View(msgspec.Struct, frozen=True):
     validation_loss: float | None
     validation_step: int | None
     tokens_per_s: float | None
-    """The run's rate over the last minute, standstills included; None: the coordinator has not answered for long."""
+    """The run's rate over the last minute, standstills included; None: unknown, or the coordinator is silent."""
     foreseen: str
     """A sentence on the present layout: its predicted speed, actual speed and bottleneck; empty: unknown."""
     formats: str
@@ -190,7 +190,7 @@ class View(msgspec.Struct, frozen=True):
     elapsed_s: float
     """Seconds since the run's first plan."""
     left_s: float | None
-    """Seconds until the last step, estimated; None: unknown, or the run stands still."""
+    """Seconds until the last step, estimated; None: unknown, or the run stands still or is done."""
     standstill: str
     """The time without a step, in words; empty: the run goes on."""
     risks: tuple[str, ...]
@@ -209,7 +209,7 @@ class View(msgspec.Struct, frozen=True):
     experts: tuple[ExpertView, ...]
     mine: MineView | None
     others: tuple[MineView, ...]
-    """The contributions of other peers that report to this process: in a demo of all peers, elsewhere of none."""
+    """The contributions of other peers that report to this process: all peers of a demo; elsewhere there are none."""
     changes: tuple[ChangeView, ...]
 
 

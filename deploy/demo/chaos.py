@@ -1,8 +1,8 @@
 """Causes faults in a training demo. `--chaos` kills, restarts and suspends peers by a schedule drawn from a seed;
 `--moe` kills one peer that holds the busiest expert.
 
-The victim is drawn among the peers that the run can lose at that moment. The sole holder of a stage's state is spared:
-if it dies, the run goes back to a snapshot, which takes longer than a demo's recovery and is tested in the simulator.
+The victim is a peer that the run can lose at that moment, never the sole holder of a stage or an expert: after the loss
+of a stage the run goes back to a snapshot, which takes longer than a demo's recovery. Simulations test that case.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import ExpertStatus, SwarmStatus
 
 COMES_BACK_EVERY = 3
-"""Every third killed peer restarts under its own name, in its own folder. New peers replace the other killed peers."""
+"""Every third peer that `--chaos` kills restarts with its name and folder. A new peer replaces each of the others."""
 HEARD_S = 2.5
-"""A peer that has been silent for longer (in seconds) may be gone, so it does not count as a holder of state."""
+"""A peer that the coordinator has not heard for more seconds than this may be gone, so it is no holder of state."""
 SETTLED_S = 5.0
 """Seconds after a process starts or resumes during which a status may still describe the peer as it was before: the
 status is up to 2.5 s old, and its facts about a peer are up to `HEARD_S` older."""
@@ -45,7 +45,7 @@ class Act:
     """Seconds from the demo's first step to the fault."""
     kind: Literal["kill", "kill_coordinator", "suspend"]
     comes_back: bool = False
-    """True: the killed peer restarts; false: a new peer takes its place."""
+    """True: the killed peer restarts; false: a new peer takes its place. A suspension does not use this."""
 
 
 def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
@@ -66,8 +66,8 @@ def schedule(options: ChaosOptions, rng: random.Random) -> Iterator[Act]:
 def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMember]:
     """Return the members that the run can lose now: each stage and expert that they hold has another reachable holder.
 
-    A member that the status does not list has not joined, and holds nothing. A member that is still fetching its state
-    does not count as a holder. Nor does one that has just started or resumed: the status may be older than that.
+    A member that the status does not list has not joined, and holds nothing. Members do not count as holders if they
+    are suspended, silent, leaving or fetching state, or started or resumed so lately that the status may be older.
 
     Args:
         status: the swarm's status, under the newest plan.
@@ -103,8 +103,8 @@ def expendable(crew: Crew, status: SwarmStatus, *, now_s: float) -> list[CrewMem
 
 
 def victim(crew: Crew, status: SwarmStatus, *, now_s: float) -> tuple[CrewMember, ExpertStatus] | None:
-    """Return (member to kill, busiest expert). The member holds this expert, and the run can lose it; it is the
-    coordinator only if no other fits. None: the loads are unknown, or the run can lose no holder.
+    """Return (member to kill, busiest expert). The member holds this expert, and the run can lose the member. The
+    coordinator is chosen only if no other holder can be lost. None: the loads are unknown, or no holder can be lost.
 
     Args: status: the swarm's status, under the newest plan; now_s: the present time in `time.monotonic()`.
     """

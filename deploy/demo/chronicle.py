@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 17
 """Tokens/s are computed from this many of the newest steps."""
 _STEP_PATIENCE_S = 8.0
-"""Seconds to wait for the last reports of a step: a group with a killed member reports only after five seconds."""
+"""Seconds to wait for a step's last reports: the group of a killed member reports its commit five seconds late."""
 _STATUS_FRESH_S = 2.5
 _PLAN_SETTLED_S = 1.0
 """A peer to kill is chosen only once the plan is this many seconds old: a second plan often follows the first at once
@@ -78,7 +78,7 @@ class Chronicle:
             self._presenter.say(dashboard.announcement)
 
     def doing(self, what: str) -> None:
-        """Show the demo's activity while it does not train."""
+        """Show what the demo does before or after training."""
         self._presenter.doing = what
 
     @contextlib.contextmanager
@@ -218,7 +218,7 @@ class Chronicle:
             self._presenter.say(f"{joined.name} has joined ({short(joined.peer)})")
 
     def _take_plan(self, plan: Obeys, now_s: float) -> None:
-        """Note a plan unless it is old: every peer reports each plan, and a restarted peer first reports an old one."""
+        """Note a plan if it is newer than the last: every peer reports each plan, a restarted peer first an old one."""
         self._book.obey(plan.era, begins=plan.restored, num_stages=plan.stages)
         before, order = self._plan, (plan.term, plan.sequence)
         if before is not None and order <= (before.term, before.sequence):

@@ -80,7 +80,7 @@ class Crew:
         self._numbers = itertools.count(1)
         self._parts = parts
         self._shares: dict[str, float] = {}
-        """Peer's name -> the part of one core's time that the peer may use."""
+        """Peer's name -> the share of one core's time that the peer may use, above 0 and at most 1."""
 
     @property
     def peers_folder(self) -> Path:
@@ -118,7 +118,7 @@ class Crew:
         return member
 
     def _share_of(self, name: str, parts: Sequence[float]) -> float:
-        """Return the share of a core's time for `name`; a restarted peer keeps its share."""
+        """Return the share of one core's time for the peer `name`, the same at each of its starts."""
         if name not in self._shares:
             part = parts[min(len(self._shares), len(parts) - 1)]
             self._shares[name] = min(1.0, part / sum(parts) * processors())

@@ -34,7 +34,7 @@ _SAMPLER = "sampler"
 _END_S = 30.0
 """How long the demo waits at the end until all children have written their last snapshots and left."""
 _EVERYWHERE = DataSpec()
-"""The default text of a run, for which no file is needed: every machine has it."""
+"""The default text of a run, Python's own library: every machine has it, so peers need no `--data`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class DemoOptions:
     """True: do not delete the peers' own folders at the end."""
     chaos: ChaosOptions | None = None
     kills_holder: bool = False
-    """True: if there is no chaos, kill a holder of the busiest expert at half-time."""
+    """True: kill a holder of the busiest expert half-way through the run, unless `chaos` is set."""
     dashboard: Address | None = None
 
 
@@ -153,7 +153,7 @@ class Demo:
             self._watched_until_s = time.monotonic()
 
     async def _upset(self) -> None:
-        """Cause faults after the first step; in a demo of limited time, stop early enough for a last recovery."""
+        """Cause faults after the first step. If the demo's time is limited, leave time for the last recovery."""
         options = self._options
         if options.chaos is None and not options.kills_holder:
             return

@@ -9,21 +9,21 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import SwarmStatus
 
 _Places = Mapping[tuple[int, int], frozenset[PeerID]]
-"""(stage, expert) -> peers that hold the expert, or must fetch it, according to the plan."""
+"""(stage, expert) -> peers that hold the expert, and peers that the plan tells to fetch it."""
 
 
 class ExpertFigures(msgspec.Struct, kw_only=True):
     """Figures about the placement of experts."""
 
     placements: int = 0
-    """The number of plans, the first one not counted, under which some expert got other holders."""
+    """How often a new plan has changed the holders of at least one expert; the first plan is not counted."""
     copies: int = 0
-    """The number of copies of experts that peers had to fetch because plans moved experts."""
+    """How many copies of experts these changes have made peers fetch."""
     holders_min: int
     """The smallest number of holders that any expert had in any plan."""
     holders_max: int = 0
     load_max: float | None = None
-    """The load of the busiest expert at the end, relative to an even share."""
+    """The load of the busiest expert at the end, divided by the mean load; None: unknown."""
 
 
 class ExpertBook:

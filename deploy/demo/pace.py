@@ -17,7 +17,7 @@ def gaps_s(times_s: Sequence[float]) -> list[float]:
 
 
 def longest_stall_s(times_s: Sequence[float], *, end_s: float | None = None) -> float:
-    """Return the longest time between two steps. Args: end_s: when an unfinished run ended; counts as a last step."""
+    """Return the longest time between two steps. Args: end_s: the end of an unfinished run; counts as a step."""
     times = [*times_s, end_s] if end_s is not None and times_s else times_s
     return max(gaps_s(times), default=0.0)
 

@@ -21,7 +21,7 @@ _Key = tuple[int, int]  # (era, step)
 class _Open:
     at_s: float
     passed_s: float | None = None
-    """When it became certain that every stage had committed the step; None: it is not certain yet."""
+    """When we knew that every stage had committed the step, reported or not; None: we do not know it yet."""
     reports: dict[int, CommitReport] = field(default_factory=dict)
     told: StepDone | None = None
 
@@ -31,12 +31,12 @@ class StepBook:
 
     Args:
         lead_steps: a stage commits step `t + lead_steps` only after all other stages have committed step `t`.
-        patience_s: seconds that a step waits for missing reports after every stage must have committed the step.
+        patience_s: seconds that a step waits for missing reports once it is certain that every stage has committed it.
     """
 
     def __init__(self, *, lead_steps: int, patience_s: float) -> None:
         self._eras: dict[int, tuple[int, int]] = {}
-        """Era (training generation) -> (start version, number of stages), from plans."""
+        """Era (training generation) -> (the era's first step, number of stages), from plans."""
         self._lead_steps = lead_steps
         self._patience_s = patience_s
         self._reached: dict[int, _Key] = {}
@@ -45,7 +45,7 @@ class StepBook:
         self._newest: _Key = (0, -1)
         self._heard: set[tuple[_Key, int]] = set()
         self.microbatches = 0
-        """Microbatches in the commits of all groups. One that a group added twice counts as two."""
+        """Microbatches in the commits of all groups, summed. One that a group added twice counts twice."""
         self.duplicates = 0
         self.given_up = 0
         self.dissenting = 0
@@ -87,8 +87,8 @@ class StepBook:
                 entry.passed_s = now_s
 
     def due(self, now_s: float, *, flush: bool = False) -> list[tuple[float, StepDone]]:
-        """Return (time of the last report, step) of each step that is complete or overdue, in order. The coordinator's
-        report of the step stands in for a missing report of a stage.
+        """Release steps that are complete or overdue, in order. Return (time of the last report, step) of each. If a
+        stage's report is missing, the step is as the coordinator reported it.
 
         Args: flush: no more reports will come, so also return steps that have only the last stage's report, which has
         the loss, or only the coordinator's.
@@ -112,7 +112,7 @@ class StepBook:
         return self._eras.get(key[0], (0, 0))[1]
 
     def _follows(self, key: _Key) -> bool:
-        """True if the step follows the newest released step, in the same era or as the first step of a later era."""
+        """True if the step is the one after the newest released step, in its era or as the first of a later era."""
         era, step = self._newest
         begins, _ = self._eras.get(key[0], (0, 0))
         return key[1] == step + 1 and (key[0] == era or (key[0] > era and key[1] == begins))

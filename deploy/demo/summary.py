@@ -57,9 +57,9 @@ class DemoSummary(msgspec.Struct, frozen=True, kw_only=True):
     given_up: int
     """Microbatches that a commit left out because its deadline came first, summed over all stages."""
     dissenting: int
-    """How often the weights of one member differed, after a commit, from those of its group."""
+    """How often a member had other weights than its group after a commit; each member and commit counts."""
     stall_s_max: float
-    """The longest time between two committed steps; the end of an unfinished run counts as a step."""
+    """The longest time between two committed steps, in seconds. If the run is unfinished, its end counts as a step."""
     step_s_median: float | None
     validations: Mapping[int, float]
     """Model version -> validation loss."""
@@ -105,15 +105,14 @@ class FaultLine(msgspec.Struct, frozen=True, kw_only=True):
     kind: FaultKind
     peer: str
     stage: int | None = None
-    """The peer's stage; None: the peer held none, or has just started."""
+    """The stage that the peer held at the fault; None: none, or the line tells that a peer starts or resumes."""
     expert: int | None = None
-    """The expert of which a holder was killed (`--moe`)."""
+    """The expert of which `--moe` killed a holder; None: the line tells of another fault."""
     seconds: float = 0.0
-    """Seconds since the demo began."""
 
 
 class DemoRecord:
-    """Collects the data of the summary. Times are on the demo's clock."""
+    """Collects the data of the summary. Times are those of `time.monotonic()`."""
 
     def __init__(self) -> None:
         self.first: StepDone | None = None
@@ -151,7 +150,7 @@ class DemoRecord:
         self.val_loss = self.validations[max(self.validations)]
 
     def see(self, status: SwarmStatus) -> None:
-        """Note term, step and validation loss of a status. It has them even for stages without a child of ours."""
+        """Note term and step of a status, and its validation loss as long as no child has reported one."""
         self.terms.add(status.term)
         self.steps_seen = max(self.steps_seen, status.step)
         if status.validation_loss is not None and not self.validations:

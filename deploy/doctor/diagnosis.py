@@ -29,7 +29,7 @@ from shoal.protocol.limits import PROTOCOL_VERSION
 from shoal.protocol.messages import SwarmStatus
 
 CLOCK_S_MAX = 3.0
-"""hivemind refuses records of nodes with a clock that is off by more than this."""
+"""Seconds by which a machine's clock may be off; if it is further off, hivemind refuses the machine's records."""
 DISK_BYTES_MIN = 64 * 2**20
 """Less free space than this is fatal: a peer soon writes as much, in plans, a log and a small stage's snapshot."""
 
@@ -43,7 +43,7 @@ class Diagnosis:
 
     @property
     def main(self) -> Problem | None:
-        """The first fatal problem; None: there is none."""
+        """The fatal problem to solve first; None: no problem is fatal."""
         return next((problem for problem in self.problems if problem.fatal), None)
 
 
@@ -324,7 +324,7 @@ def _clock_problems(findings: Findings, reached: Sequence[PeerFound]) -> Iterato
 
 
 def _reachability_problems(network: NetworkFound, reached: Sequence[PeerFound]) -> Iterator[Problem]:
-    """Yield a problem if no peer can connect to us. It is not fatal: we can still connect to public peers."""
+    """Yield a problem, not a fatal one, if peers can reach us neither directly nor over a relay: we can dial them."""
     called_back = [peer.called_back for peer in reached if peer.called_back is not None]
     if not called_back or any(called_back) or network.relayed:
         return

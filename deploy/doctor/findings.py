@@ -42,7 +42,7 @@ class AddressFound:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PeerFound:
-    """The answers of a peer that the invite names. The peer is not asked if TCP connections show that it is down."""
+    """The answers of one peer that the invite names. A peer is asked unless TCP shows that all its addresses fail."""
 
     peer: PeerID
     protocol_version: int | None = None
@@ -52,19 +52,19 @@ class PeerFound:
     ahead_s: float | None = None
     """Our clock minus the peer's clock, in seconds."""
     called_back: bool | None = None
-    """True if the peer could connect to our port."""
+    """True if the peer could connect to our port when we asked it to."""
     speaks: bool = False
-    """True if the peer's own key answered at the address, or no key did; false if another peer's key answered."""
+    """False: another peer answered at the address, with another key. True: this peer answered, or nobody."""
     mute: str = ""
-    """Why the network got no answer from the peer; empty: the peer answered."""
+    """Why the peer did not answer; empty: it answered, or another peer did."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkFound:
     online: bool | None = None
-    """True if an interface has an address that leads out of this machine."""
+    """True if this machine has an address of its own (`own_addresses`), or the invite has only loopback addresses."""
     own_addresses: tuple[str, ...] = ()
-    """IP addresses of this machine's interfaces, without loopback."""
+    """IP addresses of this machine's interfaces, without loopback and link-local ones."""
     daemon_error: str = ""
     """Why our network daemon did not start; empty: it started, or was not tried."""
     port: int | None = None
@@ -76,7 +76,7 @@ class NetworkFound:
     statuses: tuple[SwarmStatus, ...] = ()
     """The run's status from each of several peers. If two of these differ, the run may have two swarms."""
     refused: str = ""
-    """Why the run's peers refuse everybody with this invite; empty: they do not refuse, or were not asked."""
+    """Why the run's peers refuse a machine with this invite; empty: they accept it, or were not asked."""
     record_found: bool | None = None
     """True if the run's spec is stored in the run's directory (a DHT)."""
 

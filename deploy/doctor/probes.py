@@ -81,7 +81,7 @@ async def examine_network(invite: Invite | None, *, listen: Sequence[str], more:
 async def _ask_around(
     found: NetworkFound, invite: Invite | None, listen: Sequence[str], more: Sequence[str]
 ) -> NetworkFound:
-    """Start a network daemon and question the invite's peers. If one is in the run, fetch statuses and the spec."""
+    """Start a network daemon and ask the invite's peers. If one is in the run and admits us, get statuses and spec."""
     run, invited = (invite.run, invite.addresses) if invite else (_NO_RUN, ())
     async with contextlib.AsyncExitStack() as stack:
         folder = await stack.enter_async_context(visiting())

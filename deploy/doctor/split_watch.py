@@ -72,7 +72,7 @@ class SplitWatch:
         return split_of(statuses)
 
     async def _strangers(self, ours: set[PeerID]) -> list[PeerID]:
-        """Return a few peers that are not in our swarm: connected ones first, then other ones at each call."""
+        """Return at most `_ASKED_MAX` peers outside our swarm: connected ones, then known ones, others at each call."""
         connected = set(await self._around.connected())
         strange = sorted(set(self._around.known()) | connected)
         strange = [peer for peer in strange if peer not in ours and peer != self._endpoint.peer_id]

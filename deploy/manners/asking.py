@@ -23,7 +23,7 @@ class Question(NamedTuple):
     default: str
     """The answer that Enter selects, as typed text."""
     hint: str
-    """The text to show if the owner's answer is invalid."""
+    """The text to show after an invalid answer, before the question is repeated."""
 
 
 def questions(memory_bytes: float) -> tuple[Question, ...]:

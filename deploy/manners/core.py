@@ -1,7 +1,7 @@
 """Decides whether a peer may compute now, and why not. Pure.
 
-A peer pauses while there is any reason: the owner's request, the time of day, somebody at the machine. Each reason
-ends separately. A value that the machine does not report is no reason to pause; the owner is told once.
+A peer pauses while there is any reason: the owner's request, the time of day, somebody at the machine, other programs
+on the device. Each reason ends separately. Use that the machine does not report is no reason; the owner is told once.
 """
 
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shoal.deploy.manners.limits import Limits, is_within, next_begin, parse_hours
 
 QUIET_S = 60.0
-"""Seconds for which the device still counts as busy after other programs used it: programs pause between two jobs."""
+"""Seconds after other programs used the device until it counts as free: programs pause between two jobs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ class Manners:
 
     limits: Limits
     asked: dict[str, str] = field(default_factory=dict)
-    """Requester of a pause -> the reason for the pause, as a sentence."""
+    """Pauses by request: name of the requester -> the reason, in words."""
     _busy_until_s: float = 0.0
     _seen: Seen | None = None
 

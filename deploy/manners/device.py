@@ -76,7 +76,7 @@ def memory_claim(limits: Limits, device: torch.device) -> int | None:
 
 
 def own_threads() -> int:
-    """Return torch's default number of threads, at most one per whole processor that this process may use."""
+    """Return torch's default number of threads, but at most one for each whole processor we may use."""
     return min(torch.get_num_threads(), max(1, int(processors())))
 
 
@@ -86,14 +86,14 @@ def take_own_threads() -> None:
 
 
 def spare_threads() -> int:
-    """Return the number of torch's threads for a volunteer's peer: of three or more processors, one stays free."""
+    """Return the number of torch's threads for a volunteer's peer: it leaves one of three or more processors free."""
     cores = int(processors())
     return min(own_threads(), cores - 1) if cores > 2 else own_threads()
 
 
 def stand_back(limits: Limits) -> None:
-    """Lower the priority of the calling thread and of threads that it starts. Only on Linux: elsewhere
-    the priority belongs to the whole process, and the network would slow down too."""
+    """Give the calling thread, and threads that it starts, the nice level `limits.nice`. Does so only on Linux:
+    elsewhere a priority belongs to the whole process, so the network would slow down, too."""
     if limits.nice and sys.platform == "linux":
         thread = threading.get_native_id()
         # A process started with `nice` may already have a lower priority, and only root may raise it.

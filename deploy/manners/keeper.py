@@ -85,7 +85,7 @@ class Keeper:
         loop.add_signal_handler(signal.SIGCONT, self._on_continue)
 
     def start(self) -> None:
-        """Start to observe the machine. If the owner paused the peer before a restart, it stays paused."""
+        """Observe the machine if a limit needs that. If the owner paused the peer before a restart, it stays paused."""
         if self._kept is not None and self._kept.exists():
             self._manners.ask(_OWNER, _OWNERS_WORD)
             self._apply()
@@ -148,7 +148,7 @@ class Keeper:
         return self._answer()
 
     async def resume(self) -> Mapping[str, Any]:
-        """End the owner's pause; the peer stays paused while there are other reasons. Returns: the new state."""
+        """End the owner's pause and that by Ctrl-Z; for other reasons the peer stays paused. Returns: the new state."""
         self._manners.take_back(_OWNER, _TERMINAL)
         self._apply()
         self._keep(lambda kept: kept.unlink(missing_ok=True), "a restart will pause again: cannot remove")

@@ -43,7 +43,7 @@ class Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
     @property
     def of_a_volunteer(self) -> "Limits":
-        """The limits of a peer that joins: the lowest priority, unless the owner has set a priority."""
+        """These limits for a peer that joins: `nice` is 19 (the lowest priority) if the owner has not set it."""
         return self if self.nice is not None else msgspec.structs.replace(self, nice=19)
 
     def __post_init__(self) -> None:
@@ -92,9 +92,9 @@ _UNITS = {
     "relay_mbit_s": "mbit/s",
     "idle_minutes": "minutes",
 }
-"""Limit -> the unit that may follow its number, in lower case."""
+"""Name of a limit -> the unit that a person may type after its number, in lower case."""
 MBIT_S_MIN = 0.1
-"""The lowest limit of a rate in Mbit/s: enough for a heartbeat and a few votes a second."""
+"""The lowest rate in Mbit/s that a limit may set: enough for a heartbeat and a few votes a second."""
 
 
 def with_overrides(limits: Limits, overrides: list[str]) -> Limits:

@@ -55,8 +55,8 @@ class ProcessorUse:
         self._before = self._now()
 
     def others_share(self) -> float | None:
-        """Return the share of all processors, in [0, 1], that other programs used since the last call; None: the clock
-        shows no time since then."""
+        """Return the share of all processors' time since the last call, in [0, 1], that other programs used. None: the
+        system's counts have not advanced."""
         before, now = self._before, self._now()
         self._before = now
         whole_s, busy_s, own_s = (b - a for a, b in zip(before, now, strict=True))
@@ -84,8 +84,8 @@ def _our_processes() -> list[psutil.Process]:
 
 
 def _terminal_idle_s() -> float | None:
-    """Return seconds since the last input on one of our terminals, as `w` shows; None: unknown, or this process runs as
-    root: root's terminals say nothing about the user."""
+    """Return seconds since the last input on a terminal of this user, as `w` shows. None: there is no terminal, or the
+    user is root, whose terminals say nothing about the person at the machine."""
     now_s, used_s = time.time(), []
     for path in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
         with contextlib.suppress(OSError):

@@ -82,7 +82,7 @@ class NodeRun:
     spec: RunSpec
     owner: PeerID
     record: bytes | None = None
-    """The owner's signed spec, to keep in the directory. None: keep none, and look for no newer revision."""
+    """The signed spec, which this peer keeps in the directory. None: it keeps none, and looks for no newer revision."""
     corpus: Corpus | None = None
     """The run's text; None: this peer never holds stage 0."""
     initial: InitialWeights | None = None
@@ -109,7 +109,7 @@ class NodePorts:
     memory_bytes: int | None = None
     """Bytes of memory that a plan may use on this peer; None: all that is free, which a simulation cannot reproduce."""
     machine: str = ""
-    """A text that is equal for all peers that share one network card; empty: no other peer shares this peer's."""
+    """A name of the network card that this peer uses, equal for all peers that share it; empty: nobody shares it."""
     run_blocking: RunBlocking = inline
     """Runs work that blocks on the disk: `asyncio.to_thread` in reality, inline in virtual time."""
     run_search: RunBlocking = inline
@@ -125,7 +125,7 @@ class NodeListeners:
     on_plan: Callable[[SignedPlan], None] = ignore
     """Called for every plan that this peer obeys."""
     on_commit: Callable[[CommitReport], None] = ignore
-    """Called for every commit of this peer's groups, also if another member reports that commit to the coordinator."""
+    """Called for every commit of this peer's groups, even if another member reports the commit to the coordinator."""
     on_validation: Callable[[ValidationReport], None] = ignore
     on_state: Callable[[int, StageState], None] | None = None
     """Called with (group, state) after this peer has stepped or loaded the state of one of its groups."""

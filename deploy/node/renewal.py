@@ -54,8 +54,7 @@ class Renewal:
                     await asyncio.sleep(600.0)
 
     async def ask(self) -> None:
-        """Ask for a certificate once. Raises: Unreachable, Refused, RemoteError: no certificate came; OSError: the disk
-        fails."""
+        """Ask for a certificate once. Raises: Unreachable, Refused, RemoteError: none came; OSError: the disk fails."""
         members, me = self._members, self._endpoint.peer_id
         certificate = (await self._endpoint.ask(members.owner, Renew(), Renewed)).certificate
         members.take_renewed(certificate, me)

@@ -29,7 +29,7 @@ REACHED: Final = 0.4
 KEPT_BYTES: Final = 1.0e9
 """The memory of a GPU that the model cannot use: the driver, torch's kernels and the desktop take it."""
 IN_FLIGHT: Final = 4
-"""The number of microbatches of which a stage is assumed to keep activations, while they are in later stages."""
+"""A stage is assumed to keep the activations of this many microbatches, until their gradients return."""
 LINES_MBPS: Final = (20.0, 100.0, 1_000.0)
 CONTEXTS: Final = (2_048, 8_192)
 
@@ -64,15 +64,15 @@ class CardFigures(msgspec.Struct, frozen=True, kw_only=True):
 
     card: str
     layers: int
-    """The number of decoder layers that fit on the GPU without the embedding; all of them if the whole model fits."""
+    """How many layers, from the second one on (without the embedding), fit on one GPU; all if the whole model fits."""
     cards: int | None = None
     """The number of these GPUs that it takes to hold the whole model once."""
     tokens_per_s: float | None = None
-    """The tokens/s of a pipeline of `cards` such GPUs, limited by nothing but their speed."""
+    """The tokens/s of a pipeline of `cards` such GPUs, as fast as its slowest stage computes; lines take no time."""
     up_mbit_s: float | None = None
-    """The upload of each GPU to both neighbours together at `tokens_per_s`; null if one GPU holds the whole model."""
+    """The upload, in Mbit/s, of a GPU to both neighbours at `tokens_per_s`; null: one GPU holds the whole model."""
     fetch_gb: float | None = None
-    """A newcomer's largest download before its first microbatch: a stage's weights, moments, or adapters and base."""
+    """The most GB that a newcomer fetches before its first microbatch: a stage's weights, moments, adapters, base."""
     fetch_minutes: tuple[float, ...] | None = None
     """The minutes that `fetch_gb` takes at each download rate of `LINES_MBPS`."""
 

@@ -36,7 +36,7 @@ class ExpertsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     failure_probability: tuple[float, ...] | None = None
     """Each node's probability of failure; null: the same for all nodes."""
     min_replicas: int = 2
-    """The least number of different nodes that hold each expert. Fewer node failures than this lose no expert."""
+    """Each expert is on at least this many different nodes, so fewer node failures than this lose no expert."""
 
 
 class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,8 +45,8 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[int, ...]
     """The number of replicas of each expert."""
     placement: tuple[tuple[int, ...], ...]
-    """The experts in the slots of each node. If an expert is in two slots of a node, the node stores it once, and does
-    two shares of its work."""
+    """The expert in each slot of each node. If two slots of a node have the same expert, the node stores it once, and
+    does two shares of its work."""
     recovery_probability: float
     """The probability that no expert loses all its nodes, exactly or as a lower bound. If the file gives no
     probabilities, each node fails with `FAILURE_PROBABILITY_ASSUMED`."""
@@ -54,11 +54,11 @@ class ExpertsReport(msgspec.Struct, frozen=True, kw_only=True):
     loss_probability: float
     """1 - `recovery_probability`, without the rounding error of this subtraction."""
     recovery_by_failures: tuple[float, ...] | None
-    """k -> probability that k random node failures lose no expert; null: too many combinations to count."""
+    """Entry k: the probability that the failure of k random nodes loses no expert; null: too many cases to count."""
     busiest_replica_load_ratio: float
     """The largest load of a replica, divided by the mean load of all slots."""
     busiest_node_load_ratio: float
-    """The busiest node's load per slot, divided by that of all nodes; replicas share the tokens in the best way."""
+    """The busiest node's load per slot, divided by the mean load per slot, if replicas share tokens in the best way."""
 
 
 def show_experts(path: Path, *, seed: int, as_json: bool) -> None:

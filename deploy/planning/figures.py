@@ -31,7 +31,7 @@ class Wishes(msgspec.Struct, frozen=True, kw_only=True):
     tokens: float | None = None
     """The goal in tokens from the command line; None: the user gave none, so the run's goal counts."""
     steps: int | None = None
-    """The number of steps in the run file; None: the file has none, so a goal is assumed."""
+    """The number of steps in the run file; None: it has none. Without `tokens` too, a goal is assumed (`_goal`)."""
     price_kwh: float | None = None
     """The price of a kilowatt-hour; None: `PRICE_KWH_ASSUMED`."""
 
@@ -56,11 +56,11 @@ def _goal(wishes: Wishes, spec: RunSpec, parameters: float) -> tuple[float, str,
 
 
 class MemberFigures(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of one member of a class. The devices of a region are a class; without regions, each device is."""
+    """The figures of a class: the devices with a stage that have the same region (or else name) and power."""
 
     name: str
     members: int
-    """How many members of the class hold a stage."""
+    """The number of devices of this class that hold a stage."""
     up_gb_month: tuple[float, float]
     """The least and the largest upload of a member, in 10^9 bytes in `DAYS_A_MONTH` days."""
     down_gb_month: tuple[float, float]

@@ -25,7 +25,7 @@ LAYOUT_NAMES: tuple[LayoutName, ...] = get_args(LayoutName)
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LayoutRequest:
-    """The input from which a layout is made. Equal requests give equal layouts."""
+    """All that a layout depends on: equal requests give equal layouts."""
 
     topology: Topology
     workload: Workload
@@ -35,7 +35,7 @@ class LayoutRequest:
     """The number of stages; None: the layout chooses."""
     seed: int = 0
     seconds: float = 1.0
-    """How long a search may take on one core. It is converted to an amount of work, so that results do not vary."""
+    """About how many seconds a search may take on one core, as a fixed amount of work: so its result does not vary."""
 
     @property
     def objective(self) -> ThroughputObjective:
@@ -148,7 +148,7 @@ def _mod(request: LayoutRequest) -> Placement:
 
 
 def _dealt(request: LayoutRequest, devices: Sequence[int]) -> Placement:
-    """Deal out `devices`, in their order, to stages of nearly equal size."""
+    """Cut `devices`, in their order, into `num_stages` stages with nearly the same number of devices."""
     K, n = request.num_stages, len(devices)
     return _placement(request, [devices[n * k // K : n * (k + 1) // K] for k in range(K)])
 

@@ -23,11 +23,11 @@ from shoal.protocol.topology import Floats, Topology
 Resource = Literal["line", "memory", "speed"]
 
 GAIN_MIN: Final = 0.005
-"""A left-out device would help if it made a step shorter by at least this share."""
+"""A left-out device helps if the plan's step with it is shorter by at least this part (0.5 %)."""
 LINE_MAX_MBPS: Final = 10_000.0
 MEMORY_MAX_GB: Final = 192.0
 SPEED_MAX_TFLOPS: Final = 1_000.0
-"""The largest values to try: the line of a fast data centre, memory and speed of the largest GPUs of 2026."""
+"""These three are the largest values to try: a fast data centre's line, the largest GPUs' memory and speed (2026)."""
 _MOST: Final = {"line": LINE_MAX_MBPS, "memory": MEMORY_MAX_GB, "speed": SPEED_MAX_TFLOPS}
 _RESOURCES: Final[tuple[tuple[Resource, ...], ...]] = (
     ("line",),
@@ -61,10 +61,10 @@ class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     down_mbps: float | None
     """The download rate of the network card; None: only paths limit it."""
     step_with_one_s: float | None
-    """Seconds of the best step with one such device added, unimproved; None: it fits nowhere in the plan."""
+    """Seconds of a step with one such device, as it is, in its best place in the plan; None: it fits nowhere."""
     why: str
     needs: tuple[Need, ...]
-    """Alternative improvements, those of a single resource first. Empty: the device helps as it is, or none helps."""
+    """Each one suffices: improvements of one resource, or else one of several. Empty: none needed, or none helps."""
 
 
 def left_out(topology: Topology, workload: Workload, placement: Placement) -> Iterator[LeftOut]:
@@ -126,8 +126,8 @@ class _Examined:
         return f"{_lacking(needs)}with one of them a step takes {said}"
 
     def need(self, resources: tuple[Resource, ...]) -> Need | None:
-        """Return the least values of `resources` with which the device helps, each equally far between its present and
-        its largest value; None: even the largest values do not suffice."""
+        """Return the least values of `resources` with which the device helps. They rise together, by equal parts of the
+        way from the present to the largest values (logarithmic). None: even the largest do not suffice."""
         has = self.has()
 
         def helps(part: float) -> bool:
@@ -143,7 +143,7 @@ class _Examined:
         return Need(line_mbps=values.get("line"), memory_gb=values.get("memory"), tflops=values.get("speed"))
 
     def best(self, topology: Topology) -> Cost:
-        """Return the cost of the plan with the device in its best place, or in the first place that meets `goal_s`."""
+        """Return the plan's cost with the device in the first place that meets `goal_s`, or else in the best place."""
         objective = ThroughputObjective(topology, self.workload)
         best = Cost.impossible("it has no place")
         for tried in joins(topology, self.workload, self.placement, self.device):
@@ -204,7 +204,7 @@ class _Examined:
 
 
 def _lacking(needs: Sequence[Need]) -> str:
-    """Return a phrase that names the resources which occur in all of `needs`; empty: there is no such resource."""
+    """Return a phrase on the resources that each of `needs` improves (`its line is too slow: `); empty: none."""
     lacks = [
         what
         for what, values in (

@@ -22,11 +22,11 @@ class StageLine(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     first_layer: int
     last_layer: int
-    """The first layer after this stage: the stage ends before it."""
+    """The number of the first layer after this stage: the stage has the layers from `first_layer` to the one before."""
     devices: tuple[int, ...]
     needs_gb: float | None = None
-    """The GB of GPU memory that a real peer needs to keep all state there, for the member with the least to spare (the
-    tightest one); null: not computed."""
+    """The GB of GPU memory that a real peer needs to keep all its state there. Given for the member with the least
+    memory to spare (the tightest one); null: not computed."""
     least_gb: float | None = None
     """The GB that the tightest member's GPU needs if the optimizer's moments are in the machine's memory instead."""
     has_gb: float | None = None
@@ -48,7 +48,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     parts: dict[str, float]
     """Name of a part of the cost -> its value; the objective's docstring explains the parts."""
     why: str
-    """Why the layout is impossible, though it may have stages; empty: it is possible."""
+    """Why the layout is impossible (it may have stages all the same); empty: it is possible."""
     took_s: float
     """The CPU seconds spent on making the layout, the loading of compiled kernels included."""
     same_as: str = ""
@@ -56,7 +56,7 @@ class PlanReport(msgspec.Struct, frozen=True, kw_only=True):
     figures: Figures | None = None
     """The figures for the members; null in a comparison."""
     left_out: tuple[LeftOut, ...] = ()
-    """Each kind of device that the layout leaves out, with the reason; empty in a comparison."""
+    """The kinds of device that the layout leaves out (at most twelve), and why; empty in a comparison."""
     formats: str = ""
     """The chosen wire formats, and the speed with them; empty in a comparison, or if the run leaves no choice."""
 

@@ -27,7 +27,7 @@ class Rows:
         self._print([column.heading for column in columns], last, style="dim")
 
     def row(self, *cells: str, last: str = "", style: str = "") -> None:
-        """Print a row. A cell wider than its column shifts the others."""
+        """Print a row. A cell that is wider than its column shifts the cells to its right."""
         self._print(cells, last, style=style)
 
     def _print(self, cells: Sequence[str], last: str, *, style: str) -> None:
