@@ -69,8 +69,8 @@ class Calibration:
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
         self._synchronous_share = 1.0
-        """Predicted tokens/s of the live layout in synchronous steps / in later steps, which the plan is made for; 1 if
-        it is made for synchronous steps."""
+        """Tokens/s predicted for the live layout in synchronous steps / those in steps that run ahead. It is 1 unless
+        the run is in synchronous steps while plans are made for later steps."""
         self._runs_ahead = True
         self._layout: tuple[int, Places] | None = None
         self._foreseen: Foreseen | None = None
@@ -78,29 +78,29 @@ class Calibration:
         """The objective's current prediction for the live layout, without the learned factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
-        """(measured tokens/s of the live layout, corrected for synchronous steps; number of measured steps)."""
+        """(measured tokens/s of the live layout, / `_synchronous_share` in synchronous steps; steps measured)."""
         self._shown_tokens_per_s = 0.0
-        """Measured tokens/s of the live layout for display, as they are: not corrected for synchronous steps."""
+        """Measured tokens/s of the live layout for display: never divided by `_synchronous_share`."""
         self._newest = 0.0
-        """Tokens/s of the newest step, corrected for synchronous steps; 0: unknown."""
+        """Tokens/s between the last two marks of the curve, divided like `_seen`; 0: unknown."""
         self._noted = 0.0
-        """`ratio` when the last search began or, if there was none, when first measured; 0: not measured yet."""
+        """The `ratio` at the start of the last search; if there was none, the first of at least `SLOW`; 0: none yet."""
         self._learned: dict[int, tuple[float, int]] = {}
         """Number of stages -> (mean log(measured / predicted tokens/s), steps measured), the latest entry last."""
         self._factor_then = 1.0
-        """The learned factor at the time of the live plan, by which the plan's prediction was multiplied."""
+        """The value of `factor` when we first obeyed a plan with the present prediction, which contains this factor."""
         self._learned_to = 0
         """The version up to which measured steps have gone into the learned factor."""
         self.chosen_tokens_per_s = 0.0
         """Tokens/s predicted for the live layout when it began; 0: unknown."""
         self._promised_tokens_per_s = 0.0
-        """Predicted tokens/s that the measured rate is compared with; 0: unknown, or this is the run's first layout."""
+        """Tokens/s that the plan predicted as its layout began; 0: unknown, the run's first, or other kind of step."""
         self._promised_gain = 0.0
-        """log(tokens/s predicted for the live layout / the one before), at least 0; 0 if their peers differ."""
+        """log(tokens/s predicted for the live layout / for the one before), at least 0; 0: unknown, or other peers."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
         self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
-        """log(measured / first predicted tokens/s) of each layout before the live one."""
+        """log(measured / first predicted tokens/s) of each of the last layouts before the live one, if measured."""
 
     @property
     def bias(self) -> ForecastBias:
@@ -117,7 +117,7 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """Measured over predicted tokens/s of the live layout; 0: too few steps."""
+        """Measured tokens/s of the live layout / tokens/s that its plan predicts; 0: too few steps, or unknown."""
         return self._rate / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
 
     @property
@@ -153,7 +153,7 @@ class Calibration:
 
     @property
     def is_unexplained(self) -> bool:
-        """True if the layout is far slower than predicted from current figures, so some figures are out of date."""
+        """True if the layout or its newest step is far slower than current figures predict: some are out of date."""
         if self._seen[1] < OFF_STEPS:
             return False
         return 0.0 < min(self._seen[0], self._newest or math.inf) < SLOW * self._believed
@@ -246,8 +246,8 @@ class Calibration:
         return _log(self._seen[0], self._promised_tokens_per_s)
 
     def _gain_of(self, plan: Plan) -> float:
-        """Return log(throughput that `plan` predicts / that the previous plan predicted), at least 0. It is 0 if the
-        two plans have different peers, because then the hardware changes too."""
+        """Return log(tokens/s that `plan` predicts / that the previous plan predicted), at least 0. Return 0 if one is
+        unknown, or if the plans have different peers, because then the hardware changes too."""
         before, after = self._foreseen, plan.foreseen
         if (
             self._layout is None

@@ -258,8 +258,8 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; True if plans before it are
-        missing)."""
+        """Check `plan`, which is above ours. Returns: (why we may not obey it, empty: we may; whether we lack a plan
+        between ours and it)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
                 return f"the mandate of override epoch {plan.plan.override_epoch} has been used", False
@@ -273,8 +273,8 @@ class PlanChain:
         return link_flaw(plan, base) or proof_flaw(plan, base, owner=self._owner, verify=self._verify), False
 
     def _other_of_one_height(self, known: SignedPlan, plan: SignedPlan) -> Adoption:
-        """Handle a `plan` with the height of `known`, which we obeyed. If both have a majority, electors have voted
-        twice: a fork. A plan without votes proves nothing."""
+        """Handle a `plan` with the height of `known`, which we obeyed. If a majority voted for `plan`, or the owner
+        made it without votes (the first plan, or a mandate's), this is a fork. Any other plan proves nothing."""
         height = plan.plan.height
         base = self.links.find(plan.plan.previous)
         proven = base is not None and not proof_flaw(plan, base, owner=self._owner, verify=self._verify)

@@ -74,9 +74,9 @@ class ChainSync:
         self._me, self._chain = me, chain
         self._patience_s = heartbeat_s  # a question without an answer counts as lost after this time
         self._asked: dict[PeerID, float] = {}
-        """Peers that have been asked -> the time until which they are not asked again."""
+        """Peer that we have asked and that has not answered -> the time until which it is not asked again."""
         self._trusted: dict[PeerID, SignedPlan] = {}
-        """Peer -> the first link (plan with its votes) that the peer sent, while its next links are on their way."""
+        """Peer -> its link (plan with votes) that we trust unchecked, while that peer's next links are on their way."""
 
     def ask(self, source: PeerID, now_s: float) -> list[Command]:
         """Ask `source`, which has named a plan that does not follow ours, for the plans between that plan and ours."""
@@ -95,7 +95,7 @@ class ChainSync:
     ) -> tuple[list[tuple[SignedPlan, SignedPlan | None]], list[Command]]:
         """Check the links (plans with votes) that `peer` has sent, oldest first.
         Args: may_trust: True if we have no plan, or have lost touch with every peer that obeys ours.
-        Returns: ([(plan to adopt, its predecessor if trusted unchecked, else None)], commands that ask for more)."""
+        Returns: ([(plan to adopt, its predecessor if that is trusted unchecked)], commands that ask for more links)."""
         self._asked.pop(peer, None)
         base = self._trusted.pop(peer, None)
         found: list[tuple[SignedPlan, SignedPlan | None]] = []
@@ -129,13 +129,13 @@ class LeaderHint:
     def __init__(self, *, me: PeerID, owner: PeerID, chain: PlanChain, heartbeat_s: float, now_s: float) -> None:
         self._me, self._owner, self._chain, self._heartbeat_s = me, owner, chain, heartbeat_s
         self._hint: tuple[tuple[int, int], PeerID] | None = None
-        """(term, sequence) of a plan above ours, and its coordinator."""
+        """((term, sequence) of a plan above ours, the peer that is said to coordinate it); None: no hint counts now."""
         self._hint_until_s = self._behind_until_s = now_s
         self._is_named = False
         self._gone_on_since_s: float | None = None
         """The time from which the coordinator of our plan has named another plan; None: it names ours."""
         self.doubted: dict[PeerID, float] = {}
-        """Peer that a hint named, but that did not show the plan -> when hints about it count again, oldest first."""
+        """Peer of a hint that proved false, or that another hint outbid -> when hints about that peer count again."""
         self.head_known = False
         """True once the directory has answered our first question about the chain's newest plan (its head)."""
 
@@ -148,7 +148,7 @@ class LeaderHint:
         return live.plan.coordinator if live else self._owner
 
     def run_exists(self, now_s: float) -> bool:
-        """True if this run has a plan that we lack: the directory, or a peer that sends us heartbeats, names it."""
+        """True if the directory, a heartbeat, or an answer to one of ours has named a plan of this run that we lack."""
         return self._hint is not None or self._is_named or now_s < self._behind_until_s
 
     def has_gone_on(self, now_s: float) -> bool:
@@ -157,7 +157,7 @@ class LeaderHint:
         return since_s is not None and now_s >= since_s + GONE_ON_HEARTBEATS * self._heartbeat_s
 
     def is_behind(self, now_s: float) -> None:
-        """Record that a peer reports a plan above ours."""
+        """Record that a peer reports a plan above ours. `run_exists` is then True for `MEMORY_HEARTBEATS`."""
         self._behind_until_s = now_s + MEMORY_HEARTBEATS * self._heartbeat_s
 
     def replied(self, peer: PeerID, reply: HeartbeatReply, now_s: float) -> None:

@@ -69,11 +69,11 @@ class ClusterView:
         self.workload = Workload.of(spec)
         """The demands of a step on devices and links, with the narrowest wire formats that the run allows."""
         self._takes = FormatBytes.of(spec)
-        """Bytes of activations and sums in each format that a plan of this run may choose."""
+        """The wire formats that plans of this run may choose, with bytes of activations and gradient sums in each."""
         self._layer_costs = layer_costs(spec.model)
         told = layer_costs(spec.model, with_experts=not self.places_experts)
         self._told_flop = tuple(self.workload.tokens_per_microbatch * flop for flop in told)
-        """[L], FLOP of a microbatch's forward in each layer, without placed experts; `Heartbeat.forward_s` times it."""
+        """[L], FLOP of a microbatch's forward in each layer, without placed experts (like `Heartbeat.forward_s`)."""
         self.confirmations = Confirmations()
         self.experts = ExpertPlaces(
             num_experts=spec.model.num_experts, slots=swarm.expert_slots, min_replicas=swarm.expert_replicas
@@ -82,11 +82,11 @@ class ClusterView:
         self.certificates = Certificates(spec.model, placed=self.places_experts, are_enough=are_enough)
         self.ledger = Ledger(spec)
         self.begun_s: float | None = None
-        """The time of the run's first plan on this peer's clock, as far as known."""
+        """When the run's first plan became live, on this peer's clock, as far as known; None: no plan yet."""
         self.calibration = Calibration(synchronous_steps=spec.synchronous_steps if training.s_max else 0)
         self._foresee_at_s = -math.inf
         self._formats: tuple[int, Formats | None] = (0, None)
-        """(sequence of a plan, the wire formats that are best for that plan by recent figures)."""
+        """(sequence of a plan, the wire formats that were best for it at the last prediction; None: no choice)."""
         self.notes = PlanNotes()
         self.refusals = Refusals()
         self._snapshots = SnapshotSchedule(spec)
@@ -95,14 +95,13 @@ class ClusterView:
         self._safe = 0, 0
         self._look_for_safe_s = -math.inf
         self.plan: Plan | None = None
-        """The live plan."""
         self._working: frozenset[PeerID] = frozenset()
         """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """Members of the last plan with other members than now: they may still report work that they did under that
-        plan."""
+        """Members of the newest plan that lost a member in its successor: the lost ones may still report work that they
+        did under that plan."""
         self._changed_s = math.inf
-        """The time of the newest plan that changed the members, as far as we have seen."""
+        """When we last saw a live plan with other members than the plan before it; inf: no plan yet."""
         self._num_divisions = 0
         """Number of live plans with other stage boundaries than their predecessor."""
         self._seen_from_s = math.inf
@@ -354,8 +353,8 @@ class ClusterView:
 
         Args:
             knows_network: include the links, which takes a while for many peers.
-            runs_ahead: False: predict synchronous steps; True: later steps; None: the kind that plans are now made for.
-        """
+            runs_ahead: False: predict synchronous steps; True: steps that run ahead; None: the kind that plans are now
+                for."""
         names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
         runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
         whole = catalog.newest_whole(self.layers)
@@ -415,15 +414,15 @@ class ClusterView:
         )
 
     def runs_ahead(self, now_s: float) -> bool:
-        """False while more than half of the horizon (a layout's expected life) passes in synchronous steps: plans are
-        then made for synchronous steps, otherwise for later ones."""
+        """True if plans should be made for steps that run ahead; False while the synchronous steps still to come take
+        more than half of the horizon (a layout's expected life)."""
         step_s = self.ledger.pace.usual_step_s or STEP_BESTS * self.step_s_at_best(now_s)
         return 2.0 * step_s * self.calibration.synchronous_left(self.version_max) <= self._horizon_s(now_s)
 
     def _horizon_s(self, now_s: float) -> float:
-        """Estimate how long a layout will last: the time since the last membership change, bounded by the mean life of
-        past layouts (a Poisson process with a gamma prior of one change in `HORIZON_S`). When no layout lasts, a change
-        becomes less and less attractive."""
+        """Estimate how long a layout will last: the time since the last membership change, between `HORIZON_S` and
+        `HORIZON_S_MAX`, but at most the mean life of past layouts (a Poisson process with a gamma prior of one change
+        in `HORIZON_S`). When no layout lasts, a change becomes less and less attractive."""
         lasts_s = max(HORIZON_S, now_s - self._changed_s)
         if self._num_divisions:
             lasts_s = min(lasts_s, (HORIZON_S + now_s - self._seen_from_s) / (1 + self._num_divisions))
@@ -442,7 +441,7 @@ class ClusterView:
         return lost_s + RETURN_HEARTBEATS * swarm.heartbeat_s
 
     def step_s_at_best(self, now_s: float) -> float:
-        """Return the seconds of a step if no device of the present peers ever waited; 0: not known."""
+        """Return the seconds of a step if devices kept their adverts' speeds and never waited; 0: not known."""
         adverts = (self.roster.advert(peer) for peer in self.roster.alive(now_s))
         flop_per_s = sum(advert.flop_per_s for advert in adverts if advert is not None)
         flop = self.workload.microbatches * self.workload.job_flop(0, self.workload.num_layers)
@@ -451,15 +450,16 @@ class ClusterView:
     def predict_step_time(
         self, stages: Sequence[Stage], now_s: float, formats: Formats | None = None, *, runs_ahead: bool | None = None
     ) -> Foreseen | None:
-        """Predict these stages' throughput by `ThroughputObjective` alone; None: impossible, or too large a swarm.
-        Args: formats: wire formats between the stages; None: the narrowest. runs_ahead: False: predict synchronous
-        steps; True: later steps; None: the kind that plans are now made for."""
+        """Predict the throughput of these stages by `ThroughputObjective` alone. Returns None if a stage has no known
+        peer, the layout is infeasible, or the stages have more than `NETWORK_PEERS_MAX` members. Args: formats: wire
+        formats between the stages; None: the narrowest. runs_ahead: False: predict synchronous steps; True: steps that
+        run ahead; None: the kind for which plans are now made."""
         snapshot = self._snapshot_of(stages, now_s, runs_ahead=runs_ahead)
         wire = self._takes.under(formats) if formats is not None else None
         return None if snapshot is None else predict_step_time(snapshot, stages, wire)
 
     def choose_formats(self, stages: Sequence[Stage], now_s: float, *, kept: Formats | None = None) -> Formats | None:
-        """Choose wire formats for tensors between these stages; None: the run allows only one choice."""
+        """Choose wire formats of activations and gradient sums for these stages; None: the run allows only one."""
         takes = self._takes
         if not takes.are_choices:
             return None
@@ -467,14 +467,14 @@ class ClusterView:
         return takes.thinnest(len(stages)) if snapshot is None else choose_formats(snapshot, stages, takes, kept=kept)
 
     def other_formats(self, live: Plan) -> Formats | None:
-        """Return the wire formats to which the live plan should change; None: its own are still the best."""
+        """Return the wire formats to which the live plan should change; None: no better ones were found."""
         sequence, formats = self._formats
         return formats if sequence == live.sequence and formats != live.formats else None
 
     def _snapshot_of(
         self, stages: Sequence[Stage], now_s: float, *, runs_ahead: bool | None = None
     ) -> SwarmSnapshot | None:
-        """Return the inputs of a prediction for these stages; None: too many members for a quick prediction."""
+        """Return the inputs of a prediction for these stages; None: they have more than `NETWORK_PEERS_MAX` members."""
         members = {peer for stage in stages for peer in stage.peers}
         peers = tuple(peer for peer in self.roster.measured(now_s) if peer.peer in members)
         if len(peers) > NETWORK_PEERS_MAX:

@@ -36,7 +36,7 @@ class Received(CoordinationEvent, frozen=True):
     mandate: Mandate | None = None
     """The owner's permission to make a plan without votes; only a `Reset` has it."""
     knows: Acquaintance = Acquaintance()
-    """The driver's knowledge of the peers in a `PlanOffer`."""
+    """For a `PlanOffer`: dropped members that were heard lately or are excluded, and newcomers that we never met."""
 
 
 class Answered(CoordinationEvent, frozen=True):

@@ -474,7 +474,7 @@ class CoordinationCore:
         return commands
 
     def _tell(self, plan: Plan | None, now_s: float, *, flush: bool) -> list[Command]:
-        """Return commands that tell the node of completed steps. Args: flush: include steps that lack some reports."""
+        """Return a command for each completed step that is news. Args: flush: include steps that lack some reports."""
         if plan is None:
             return []
         records = self.view.ledger.tell(now_s, term=plan.term, peers=len(plan.members), flush=flush)

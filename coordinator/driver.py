@@ -213,7 +213,7 @@ class Coordination:
         self._moved_on = asyncio.Event()
         self._closed = False
         self._ends_untold = False
-        """True if the coordinator's last reply had no proof of the run's end; our next heartbeat has it, if known."""
+        """True if the last reply had no proof of the run's end; our next heartbeat has the proof, if we know it."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of its last sign of life that the core was told of."""
@@ -446,7 +446,7 @@ class Coordination:
         return reply
 
     def _acquaintance(self, plan: Plan, base: Plan | None) -> Acquaintance:
-        """Collect our knowledge of the members that `plan` drops or adds; read the directory if many are unknown."""
+        """Collect what we know of the members that `plan` drops or adds; read the directory if many are unmet."""
         base = base if base is not None else self.core.plan
         if base is None:
             return Acquaintance()

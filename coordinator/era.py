@@ -50,7 +50,7 @@ ATTESTED_MAX = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointCatalog:
-    """The snapshots on disks. `parts`: (era, version) -> peer -> the layers on its disk."""
+    """The snapshots on disks. `parts`: (era, version) of a snapshot -> peer -> its layers on that peer's disk."""
 
     parts: Mapping[tuple[int, int], Mapping[PeerID, frozenset[str]]]
 
@@ -196,9 +196,9 @@ def behind(live: Plan, roster: Roster, catalog: CheckpointCatalog, model: ModelS
 
 
 def _version_min(live: Plan, catalog: CheckpointCatalog, model: ModelSpec) -> int:
-    """Return the lowest version at which a group's state counts: one below the newest complete snapshot of the era. One
-    commit behind is possible: a peer committed and crashed before it sent its sums. An older state shows that its peer
-    has restarted the era on its own."""
+    """Return the lowest version at which a group's state counts: one below the newest complete snapshot of the era, or
+    the version at which the era began if that is higher. One commit behind is possible: a peer committed and crashed
+    before it sent its sums. An older state shows that its peer has restarted the era on its own."""
     snapshot = catalog.newest_whole(held_keys(model, placed=bool(live.experts)))
     if snapshot is None or snapshot[0] != live.era:
         return live.restore_version
@@ -261,7 +261,7 @@ class Certificates:
         self._model, self._wanted = model, frozenset(held_keys(model, placed=placed))
         self._plan: Plan | None = None
         self._said: dict[tuple[tuple[str, ...], PeerID], dict[tuple[int, int], Attested]] = {}
-        """(layers of a group, member) -> {(era, version): the member's attestation}, with valid signatures only."""
+        """(layers of a group, member) -> {(era, version): what the member attests, with a valid signature}."""
         self._known: frozenset[tuple[tuple[int, int], tuple[str, ...]]] = frozenset()
         """((era, version), layers of a group) of each certificate in the live plan."""
         self._new: tuple[Certified, ...] = ()

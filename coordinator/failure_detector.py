@@ -68,11 +68,11 @@ class Inquiry:
     since_s: float
     ping_at_s: float
     refused_s: float | None = None
-    """When the peer refused our connection for the first time in a row; None: it does not refuse."""
+    """When the peer refused our connection for the first time since its last answer; None: it has not refused since."""
     pinged: bool = False
     answered: bool = False
     returns_by_s: float = -math.inf
-    """The time before which a member that refuses our connections does not count as gone: it may still return."""
+    """A member that refuses our connections does not count as gone before this time, because it may still return."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
     """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf
@@ -119,7 +119,7 @@ class CoordinatorWatch:
         time."""
         self._alarm_until_s = now_s
         self._replaced: tuple[PeerID, float] | None = None
-        """(coordinator that lost its role by silence, since when it had been silent); None: there is no such one."""
+        """(coordinator that lost its role by silence, its last sign of life); None: the last term ended otherwise."""
 
     @property
     def suspect_at_s(self) -> float:
@@ -197,8 +197,8 @@ class CoordinatorWatch:
         self.is_close = False
 
     def was_wronged(self, peer: PeerID, now_s: float) -> None:
-        """Record an answer of `peer`. If `peer` lost the coordinator's role by a silence, it was not dead: tolerate a
-        silence of that length from now on."""
+        """Record an answer of `peer`. If `peer` lost the coordinator's role by a silence, it was not dead: learn this
+        silence as the worst gap, so that one as long is tolerated for a while."""
         if self._replaced is not None and self._replaced[0] == peer:
             self._pings.worst_s = max(self._pings.worst_s, now_s - self._replaced[1])
             self._replaced = None

@@ -111,13 +111,13 @@ class Ledger:
         self._num_stages = 1  # until a plan says how many
         self._num_experts = spec.model.num_experts if spec.swarm.expert_slots else 0
         self._stages_before = 0, 1
-        """(the version at which the era began, how many stages the steps before that version had)."""
+        """(version at which the era began, number of stages in the steps before that version)."""
         self._steps = spec.training.steps
         self._microbatches = spec.training.microbatches_per_step
         self._validates = spec.training.validation_interval_steps > 0
         self._patience_s = PATIENCE_HEARTBEATS * spec.swarm.heartbeat_s
         self._reports: dict[int, dict[int, CommitReport]] = {}
-        """Step -> group -> report. Stages come first, then placed experts, which only add to the gradient norm."""
+        """Step -> group -> its report. Stages come first; reports of placed experts only add to the gradient norm."""
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
         """Step -> (the last stage's report of it, its arrival time), until members of that stage confirm the step."""
         self._untold: dict[int, float] = {}
@@ -199,7 +199,7 @@ class Ledger:
 
     def _confirm(self, *, flush: bool = False) -> None:
         """Count the steps that the last stage's leader has reported and its members have confirmed. Args: flush: also
-        count the next steps that are only reported, up to a gap: another coordinator will see them confirmed."""
+        count the reported steps that follow without a gap: another coordinator will see them confirmed."""
         confirmed = self._versions[self._num_stages - 1]
         while flush and confirmed in self._unconfirmed:
             confirmed += 1
@@ -229,7 +229,7 @@ class Ledger:
         )
 
     def note_validations(self, reports: Iterable[ValidationReport]) -> None:
-        """Record validation losses of confirmed versions. Stage 0's leader repeats the reports of unconfirmed ones."""
+        """Record losses of versions up to `version_max`. Ignore later ones: stage 0's leader repeats such reports."""
         for report in reports:
             if report.era != self.era or not 0 <= report.step <= self.version_max or not math.isfinite(report.loss):
                 continue

@@ -51,7 +51,7 @@ LINKS_KEPT_MAX = 64
 PROBES_CERTAIN = 3
 """A link's rate is the best of this many probes; the best of fewer is a lower bound."""
 SLOW_LINE, SLOW_LINE_MIN = 0.5, 4
-"""A peer's whole line counts as slow once this part of its links, at least `SLOW_LINE_MIN`, have become slow."""
+"""A peer's whole line counts as slow once this part of its links, and at least `SLOW_LINE_MIN`, have become slow."""
 
 TRIES_MIN = 3
 PATIENCE_HEARTBEATS = 2.0
@@ -95,7 +95,7 @@ class LinkSurvey:
         self._probed: dict[str, int] = {}
         """Peer or network card -> serial number of the last request to measure a link towards it."""
         self._leaving: dict[str, tuple[PeerID, float]] = {}
-        """Network card -> the peer behind it that was last asked to measure links to other machines, and when."""
+        """Network card -> (its peer that was last asked to measure links to other machines, time of that request)."""
         self._suspected_s: dict[PeerID, float] = {}
         """Peer -> when its line was first suspected to have become slow."""
 
@@ -278,7 +278,7 @@ class LinkSurvey:
         )
 
     def degraded_links(self) -> dict[PeerID, int]:
-        """Return {peer: number of its slow links} for peers with two or more, if each peer at their ends has fewer."""
+        """Return {peer: number of its slow links} for peers with two or more, and more than any peer at their ends."""
         ends: dict[PeerID, set[PeerID]] = {}
         for reporter, target in self._fallen:
             ends.setdefault(reporter, set()).add(target)
@@ -290,7 +290,7 @@ class LinkSurvey:
         }
 
     def _slow_lines(self, num_others: int) -> set[PeerID]:
-        """Return the peers with so many slow links that the figures of their other links are out of date, too."""
+        """Return the peers with so many slow links (`SLOW_LINE`) that old figures of their other links are void."""
         slow_min = max(SLOW_LINE_MIN, SLOW_LINE * num_others)
         return {peer for peer, num_slow in self.degraded_links().items() if num_slow >= slow_min}
 
@@ -317,12 +317,12 @@ class LinkSurvey:
         )
 
     def is_known(self, peer: PeerID, others: Collection[PeerID], now_s: float) -> bool:
-        """True if enough links between `peer` and `others` are known to give `peer` a stage."""
+        """True if `peer` has measured, or failed to open, enough links towards `others` to get a stage."""
         return len(self._found_from(peer, now_s).intersection(others)) >= min(PARTNERS_FIRST, len(others) - 1)
 
     def is_confirming(self, peers: Collection[PeerID], now_s: float) -> bool:
-        """True if one of `peers` may have a slow line, and another of them has still to report its link towards that
-        peer: it was not asked since the suspicion, or less than `CONFIRM_HEARTBEATS` ago."""
+        """True if one of `peers` may have a slow line, and another may not have measured its link towards that peer
+        yet: it was asked less than `CONFIRM_HEARTBEATS` ago, or not since the suspicion."""
         lately_s = now_s - CONFIRM_HEARTBEATS * self._heartbeat_s
         return any(
             not since_s <= self._asked_s(peer, other) <= lately_s
@@ -333,7 +333,7 @@ class LinkSurvey:
         )
 
     def _suspects(self, now_s: float) -> dict[PeerID, float]:
-        """Return {peer with a possibly slow line: the time before which measurements of its links do not count}."""
+        """Return {peer with a possibly slow line: time T}: measurements of its links count only if made after T."""
         self._suspected_s = {peer: self._suspected_s.get(peer, now_s) for peer in self.degraded_links()}
         return {peer: max(since_s, now_s - SUSPECT_STALE_S) for peer, since_s in self._suspected_s.items()}
 

@@ -68,9 +68,9 @@ class Ballot:
     refused: set[PeerID] = field(default_factory=set)
     """Members that are not asked any more: they refused our plan for a flaw, or were left out from the start."""
     voted: dict[PeerID, str] = field(init=False, default_factory=dict)
-    """Member that has granted the term -> digest of the plan that it has voted for; empty: none."""
+    """Member that has granted us the term -> digest of the plan that it had voted for before; empty: none."""
     learned: list[tuple[int, SignedPlan]] = field(init=False, default_factory=list)
-    """(term of the vote, plan) of each plan that a member has voted for."""
+    """(term of the vote, plan) of each plan for which a member reports its vote."""
 
     def question(self) -> TermRequest | PlanOffer:
         """Return the message that this ballot sends now. Answers to other messages do not count."""
@@ -107,9 +107,9 @@ class Ballot:
 
     @property
     def found(self) -> SignedPlan | None:
-        """The latest plan that may be live, of those that members have voted for. A plan cannot be live if no majority
-        is left without the electors that granted us the term and have not voted for that plan. So one liar cannot force
-        on us a plan that the others refused."""
+        """The latest plan that may be live, of those for which members report votes. Remove from the electors those
+        that granted us the term but did not vote for the plan: if no majority is left, the plan cannot be live. So one
+        liar cannot force on us a plan that the others refused."""
         plan = self.base.plan
         for _, voted in sorted(self.learned, key=lambda each: (each[0], each[1].plan.order), reverse=True):
             others = {peer for peer, digest in self.voted.items() if digest != voted.digest}
@@ -466,9 +466,9 @@ class Proposer:
 
 
 def _placed(stages: Sequence[Stage], before: Plan | None, sequence: int) -> tuple[Stage, ...]:
-    """Return `stages` with each member's `since`: as in `before` if the member had the same place there, else
-    `sequence`. Shares and bandwidths below the stage's largest / `APART_MAX` rise to it: a member may claim
-    anything."""
+    """Return `stages` with each member's `since`: as in `before` if the member was in the same stage with the same
+    layers there, else `sequence`. Raise shares and bandwidths to at least the stage's largest / `APART_MAX`, since a
+    member may claim anything."""
     replace, held = msgspec.structs.replace, dict[tuple[int, int, int, PeerID], int]()
     for index, stage in enumerate(before.stages if before else ()):
         held |= {(index, *stage.layers, member.peer): member.since for member in stage.members}

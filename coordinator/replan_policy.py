@@ -85,7 +85,7 @@ class ReplanPolicy:
         self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
-        """(when we set the live layout's last version, or our term began; the notice then given / the usual one)."""
+        """(when we set the live layout's last version, or our term began; our notice as a multiple of the usual)."""
         self._unfetched_bytes: int | None = None
         self._fetched_s = 0.0
         """The time of the downloads' last progress: when their missing bytes fell to `_unfetched_bytes`."""
@@ -96,12 +96,12 @@ class ReplanPolicy:
         self._ended_s: float | None = None
         """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
-        """Last sign of life from members of stages without state, if too few peers are left for a layout; else inf."""
+        """When members of stages without state were last heard, if too few peers are left for a layout; else inf."""
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
         self._placed_s = 0.0
-        """When we first saw a plan with the layers and members of the live one."""
+        """When we first saw a live plan with the present stages and members."""
         self._due_s = math.inf
         """When the pending search became due; inf: no search is pending."""
         self._settled_for: Swarm | None = None

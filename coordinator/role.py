@@ -192,18 +192,17 @@ class CoordinationRole:
         self.hint = LeaderHint(me=me, owner=owner, chain=chain, heartbeat_s=swarm.heartbeat_s, now_s=now_s)
         self._detector = FailureDetector(me=me, roster=policy.view.roster)
         self.own: Heartbeat | None = None
-        """Our last heartbeat."""
         self._leaving = False
         self._is_asking = False
-        """True from our first pre-vote, so that later ones need not wait for our turn, until the coordinator answers or
-        a new term begins. Later plans of the same term do not end it."""
+        """True from our first pre-vote until the coordinator answers, a ballot of ours fails or a new term begins:
+        meanwhile a pre-vote need not wait for our turn."""
         self._not_before_s = now_s
         self._turn: tuple[Plan | None, int | None] = None, None
         self._look_up_at_s = now_s
         self._tenure = Tenure(begun_s=now_s, due_s=now_s + swarm.term_s, publish_at_s=now_s, members=frozenset())
         self._plan_at_s = now_s
         self._known: tuple[tuple[PeerID, ...], bool] = (), False
-        """The live peers at the last look, and whether all of them had been heard."""
+        """(live peers at the last look, whether all of them had been heard)."""
 
     @property
     def plan(self) -> Plan | None:
@@ -226,7 +225,8 @@ class CoordinationRole:
         return self.is_coordinator or self._proposer.is_sounding or self.watch.is_fast_tick(now_s)
 
     def is_out_of_touch(self, now_s: float) -> bool:
-        """True if too few peers that obey our plan are in touch with us: the others may have adopted later plans."""
+        """True if we may have missed later plans: we have no plan, coordinate without a majority, or obey a coordinator
+        that is silent or has obeyed another plan."""
         if self.plan is None:
             return True
         if self.is_coordinator:
@@ -253,7 +253,7 @@ class CoordinationRole:
         self.hint.excuse(now_s)
 
     def obeys(self, before: Plan | None, *, new_term: bool, now_s: float) -> PeerID | None:
-        """Follow the new live plan, which replaces `before`. Returns: the old coordinator, if silent; else None."""
+        """Follow the new live plan, which replaces `before`. Returns: that plan's coordinator if silent, else None."""
         silent = before.coordinator if before and now_s >= self.watch.suspect_at_s else None
         self._is_asking = self._is_asking and not new_term
         if new_term:

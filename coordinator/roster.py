@@ -55,10 +55,10 @@ class Presence:
     dead: bool = False
     """True if the peer's process, and the state in its memory, are gone. A silent peer may return with its state."""
     silent_since_s: float | None = None
-    """The last sign of life before this term, to us or the previous coordinator, if none came in it; else None."""
+    """Last sign of life before this term, to us or the last coordinator, if none came in this term; else None."""
 
     def silent_s(self, now_s: float) -> float:
-        """Return the time since the peer's last heartbeat or, if none has arrived, since we began to wait for one."""
+        """Return the time since the peer was last heard; if it never was, the time since we began to wait."""
         return now_s - (self.arrivals.last_s if self.silent_since_s is None else self.silent_since_s)
 
 
@@ -94,7 +94,7 @@ class PeerRecord:
     presence: Presence | None = None
     """The peer's presence; None: it is not present now, but it was earlier, or others have reported about it."""
     irregular: ArrivalStatistics | None = None
-    """Statistics of the peer's heartbeats from before this term, if these were irregular."""
+    """Statistics of the gaps between the peer's heartbeats before this term; None: regular, or not known."""
     speed: Estimate = field(default_factory=Estimate)
     """FLOP/s of the peer's device, from reports made while the peer had the layers `speed_of`."""
     speed_of: tuple[int, int] | None = None
@@ -147,7 +147,7 @@ class Roster:
                 del self.records[peer]
 
     def begin_term(self, members: frozenset[PeerID]) -> None:
-        """Begin a term of ours. Keep only `members`' measurements, irregular heartbeat statistics and former stages."""
+        """Begin a term of ours. Keep `members`' measurements, and all former stages and irregular statistics."""
         irregular, before = self.irregular(), dict(self.records)
         self.records.clear()
         for peer, old in before.items():

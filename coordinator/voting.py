@@ -56,7 +56,8 @@ TOLD_S = 600.0
 KEPT_MAX = 64
 
 Roll = tuple[tuple[int, ...], ...]
-"""Groups of electors, one for each invite; an elector is its position among the plan's members (`Plan.roll`)."""
+"""Groups of electors, one for each invite (one for each elector without an invite). An elector is its position among
+the plan's members (`Plan.roll`)."""
 InviteOf = Callable[[PeerID], bytes | None]
 """Returns the key of a member's invite; empty: the member needed none; None: not known."""
 
@@ -68,8 +69,8 @@ class Electorate:
         self._probation_s = PROBATION_HEARTBEATS * heartbeat_s
         self._invite_of = invite_of
         self._placed: dict[PeerID, tuple[float, bool]] = {}
-        """Member with a stage or expert -> (when we obeyed the first plan that gave the member one; True if we had
-        obeyed the plan before that, too. Otherwise the member may have had its stage or expert for longer)."""
+        """Member with a stage or expert -> (when we first obeyed a plan that gave it one; False: we had missed the plan
+        before that one, so the member may have had its place for longer)."""
         self._refused: set[PeerID] = set()
         self._one_by_one = False
 
@@ -174,14 +175,14 @@ def _parted(plan: Plan, among: set[PeerID]) -> set[frozenset[PeerID]]:
 
 
 class Acquaintance(msgspec.Struct, frozen=True):
-    """This peer's knowledge, from its driver, of the peers that a plan adds or drops."""
+    """What this peer knows, from its driver, of the members that an offered plan drops and of those that it adds."""
 
     heard: frozenset[PeerID] = frozenset()
     """Dropped members from which a message arrived within `HEARD_HEARTBEATS`."""
     excluded: frozenset[PeerID] = frozenset()
-    """Members that the plan's orders exclude."""
+    """Dropped members that the plan's exclusion orders name."""
     unmet: frozenset[PeerID] = frozenset()
-    """Newcomers from which this peer has neither received anything nor seen a certificate."""
+    """Newcomers that showed no certificate or, in an open run, sent nothing to this peer or the directory."""
 
 
 class Judge:
@@ -271,7 +272,8 @@ def goes_back(plan: Plan, live: Plan) -> bool:
 
 
 def _held(said: Mapping[PeerID, Standing | Heartbeat], plan: Plan, live: Plan) -> set[int]:
-    """Return the groups of `live` with at least one peer that reports the group's state at a recent enough version."""
+    """Return the groups of `live` with state that a peer reports. If `plan` begins at a version of this era that a peer
+    other than its coordinator has reached, older state does not count."""
     held: list[tuple[PeerID, int, int]] = []
     for peer, each in said.items():
         if each.era == live.era:
