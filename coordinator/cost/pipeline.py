@@ -66,7 +66,7 @@ FLOW_ROUNDS = 6
 """The rounds of `fill`. The flow found is 94 % of the maximum in the median, 73 % at least (compared with linear
 programming in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
 COMMIT_LATENCIES = 4.0
-"""A commit sends four messages in a row: Progress to the leader, RoundStart, a part, its sum."""
+"""Messages in a row in a commit: Progress to the leader, RoundStart, a part of the gradient, that part's sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
 """The FLOP of an optimizer's step for each parameter, as in `step_flop` of `peer/pipeline/stage.py`."""
 WINDOW_GAIN = 1.5
@@ -173,7 +173,7 @@ class PipelineState(NamedTuple):
 
 
 ENTRIES = ("build", "evaluate")
-"""The functions that Python calls. Only these get a wrapper: it takes a third of a function's compile time."""
+"""The functions that Python code calls. Only these get numba's wrapper: it takes a third of their compile time."""
 
 
 def build(P, S, stage, bounds):
@@ -579,7 +579,8 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain, seconds a step. Args: tail_s: last microbatch's round trip and commit; ahead: steps ahead."""
+    """Return T_chain in seconds a step. Args: tail_s: last round trip and its commit, in seconds. ahead: steps
+    ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 

@@ -122,7 +122,7 @@ def _renamed(held_NE: NDArray[np.float64], target: ExpertPlacement) -> ExpertPla
 
 
 def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np.float64]:
-    """Return float [N, E]: the number of slots of each node that hold each expert."""
+    """Return float [N, E]: in how many of its slots each node holds each expert."""
     times_NE = np.zeros((len(placement), num_experts))
     for node, part in enumerate(placement):
         for expert in part:
@@ -131,7 +131,7 @@ def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np
 
 
 def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[int]:
-    """Return [N], a different column for each row, of the same kind, such that the sum of `worth_NN` is largest."""
+    """Return [N]: for each row its own column, of the same kind, so that the chosen `worth_NN` have the largest sum."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     number: dict[Hashable, int] = {}
