@@ -86,8 +86,7 @@ class SwarmSnapshot:
     unreachable: frozenset[Pair] = frozenset()
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """Tokens/s of the live layout, measured from its commits; 0: too few steps. It replaces a lower prediction for
-    it."""
+    """Tokens/s of the live layout, measured from its commits; 0: too few steps. It replaces a lower prediction."""
     chosen_tokens_per_s: float = 0.0
     """The tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR

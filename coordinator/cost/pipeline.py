@@ -66,7 +66,7 @@ FLOW_ROUNDS = 6
 """The rounds of `fill`. The flow found is 94 % of the maximum in the median, 73 % at least (compared with linear
 programming in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
 COMMIT_LATENCIES = 4.0
-"""Messages in a row in a commit: Progress to the leader, RoundStart, a part of the gradient, that part's sum."""
+"""Messages in a row in a commit: Progress to the leader, RoundStart, a part of the gradient, the part's sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
 """The FLOP of an optimizer's step for each parameter, as in `step_flop` of `peer/pipeline/stage.py`."""
 WINDOW_GAIN = 1.5

@@ -252,8 +252,7 @@ def _spread(
     x_ND: Tensor, groups: Groups, y_PD: Tensor | None = None, weight_NK: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Copy each token to the rows of its choices. With `y_PD` and `weight_NK`, weight the rows, and compute each
-    choice's dot product: token times row of `y_PD`. Return (rows [P, D], dot products [N, K]); without `y_PD` the
-    latter are uninitialized."""
+    choice's dot product: token times row of `y_PD`. Return (rows [P, D], dot products [N, K], else uninitialized)."""
     weighted, (P, D) = y_PD is not None, (len(groups.token_P), x_ND.shape[1])
     out_PD = x_ND.new_empty(P, D)
     dot_NK = x_ND.new_empty(groups.row_NK.shape, dtype=torch.float32)
