@@ -143,7 +143,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N], bytes/s of a bottleneck from i to j, estimated from links between their neighbours; inf: none."""
+    """Return [N, N], bytes/s of a bottleneck from i to j, by the links from peers near i to peers near j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():

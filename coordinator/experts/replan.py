@@ -11,11 +11,11 @@ from shoal.coordinator.experts.placement import PATIENCE, busiest_replica_load_r
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability
 
 BUSIER = 1.25
-"""The placement stays while its busiest replica is at most this many times as busy as in the best placement."""
+"""A placement may stay only if its busiest replica is at most this many times as busy as in the best placement."""
 RISKIER = 4.0
-"""The placement stays while a loss is at most this many times as probable as in the best placement found."""
+"""A placement may stay only if a loss is at most this many times as probable as in the best placement found."""
 RISK_IGNORED = 1e-6
-"""A probability of a loss up to this is ignored."""
+"""Lower probabilities of a loss count as this one, and a placement with no higher one may stay."""
 PATIENCE_AT_A_LOOK = 15
 """The comparison search for a safer placement ends after this many tries without a gain: 10 ms with ten nodes."""
 
