@@ -24,8 +24,7 @@ STEADY_REPORTS = 16
 """The n-th report gets weight 1/n in the average, at least 1/16: if reports err by 10 %, the average errs by 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""The last report replaces the average after this many in a row, all above it or all below it by a factor over
-`ODD`."""
+"""The last report replaces the average after this many in a row above it (or below it) by a factor over `ODD`."""
 SPEED_REPORTS = 3
 """The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0

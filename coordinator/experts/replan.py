@@ -79,7 +79,8 @@ def replan(
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """Count the copies of experts that nodes lack for `target`. Args: both [N], the experts of each node."""
+    """Count the copies of experts that nodes lack for `target`. Args: current, target: [N], the experts on each
+    node."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 
