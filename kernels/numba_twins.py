@@ -30,7 +30,7 @@ class NumbaTwin:
                 self._thread.start()
 
     def wait(self) -> ModuleType | None:
-        """Load the module, and wait for this. Returns: the module, or None if it is unusable on this machine."""
+        """Load the module if necessary, wait for it, and return it; None: it is unusable on this machine."""
         self.start()
         assert self._thread is not None
         self._thread.join()

@@ -1,6 +1,6 @@
 """Unsigned 32-bit words in int32 tensors, for hashes that are the same on every device.
 
-Source of the hashes: Wellons, "Prospecting for Hash Functions", 2018: triple32.
+The modules that hash contain the constants. Source: Wellons, "Prospecting for Hash Functions", 2018: triple32.
 """
 
 from torch import Tensor

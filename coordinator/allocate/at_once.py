@@ -106,7 +106,7 @@ def cut(
 
 
 def _resident_to(workload: Workload, members: int) -> Floats:
-    """Return float64 [L + 1]: entry l is a member's memory in bytes for the layers before l, without workspace."""
+    """Return float64 [L + 1]: entry l: bytes of layers 0 to l - 1 in a stage of `members`, without workspace."""
     each = [workload.resident_bytes(at, at + 1, members=members) for at in range(workload.num_layers)]
     return np.cumsum([0.0] + [resident - workload.memory.workspace_bytes for resident in each])
 

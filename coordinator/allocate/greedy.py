@@ -109,7 +109,7 @@ def arrange(
 def _fill(
     snapshot: SwarmSnapshot, slots: list[Slot], seed: int, standby: Collection[PeerID], choose: Choose
 ) -> tuple[tuple[PeerID, ...], list[tuple[PeerID, int]]]:
-    """Fill the stages. Returns: (spares, [(peer, new stage)] of peers that left other stages). Raises: NoLayout."""
+    """Fill the stages. Returns: (spares, [(peer, new stage)] of peers taken from other stages). Raises: NoLayout."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     placed = {peer.peer for slot in slots for peer in slot.holders}
     newcomers = sorted(

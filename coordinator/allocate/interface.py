@@ -27,7 +27,7 @@ NO_MOVES = "new shares"
 """The `reason` of a layout in which no peer moves."""
 
 Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
-"""((first layer, layer after the last, members) for each stage, the standbys)."""
+"""A pair: for each stage (first layer, layer after the last, members); and the standbys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class SwarmSnapshot:
     unreachable: frozenset[Pair] = frozenset()
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
-    """Tokens/s of the live layout, measured from its commits; 0: too few steps. It replaces any lower prediction."""
+    """Tokens/s of the live layout, measured from its commits; 0: too few steps. It replaces a lower prediction."""
     chosen_tokens_per_s: float = 0.0
     """The tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     forecast_error: float = FORECAST_ERROR

@@ -24,7 +24,7 @@ STEADY_REPORTS = 16
 """The n-th report gets weight 1/n in the average, at least 1/16: if reports err by 10 %, the average errs by 1 %."""
 ODD = 1.5
 ODD_REPORTS = 3
-"""The last report replaces the average after this many reports in a row that are off by more than the factor `ODD`."""
+"""The last report replaces the average after this many in a row above it (or below it) by a factor over `ODD`."""
 SPEED_REPORTS = 3
 """The reports needed before a device's measured speed counts: its first forward includes one-time costs."""
 BOAST = 4.0
@@ -37,13 +37,13 @@ WIDE = math.log(2.0) ** 2
 """The variance of the logarithm of a figure that may be off by a factor of two: a device's speed by its probe (six
 homes worked at 0.26 to 0.4 of their probes), a link that no peer has measured, a single probe on a busy line."""
 JOB_VARIANCE = 0.1**2
-"""The variance of the logarithm of one report of a microbatch's seconds."""
+"""The variance of log(seconds of a microbatch) in one report."""
 LEAST_VARIANCE = 0.05**2
 """The variance that remains after any number of reports: in another stage or at another hour the speed differs."""
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
 PROBES_WORTH = 2
-"""The variance of a claimed speed is a mean over the measured devices and this many more, which count as `WIDE`."""
+"""A claimed speed's variance is a mean over the measured devices and this many imagined ones with variance `WIDE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12
@@ -70,7 +70,7 @@ class Estimate:
     at_s: float = -math.inf
     """The time of the last measurement."""
     _odd: int = 0
-    """The number of reports in a row, up to the last, that were far above the average; negative: far below it."""
+    """The number of latest reports in a row above the average by a factor over `ODD`; negative: below it."""
 
     @property
     def value(self) -> float:
@@ -116,7 +116,7 @@ class MeasuredNetwork:
     """The links between peers, as matrices in the order of `SwarmSnapshot.peers`; row = sender; NaN: not measured."""
 
     latency_s: Floats
-    """[N, N], one-way latency."""
+    """[N, N], one-way latency in seconds."""
     bytes_per_s: Floats
     is_certain: Bools
     """[N, N], True if several probes agree that the link is no faster; else its rate is only a lower bound."""

@@ -40,13 +40,14 @@ DEFAULT_LATENCY_S = 0.05
 DEFAULT_BYTES_PER_S = 1.25e9
 """The rate (10 Gbit/s) where no link is known: so high that compute and memory decide."""
 SAME_MACHINE_S = 0.001
-"""Two peers that claim the same machine are believed if the latency between them is below this."""
+"""Two peers that claim the same machine are believed, unless a latency of at least this was measured between them."""
 CARD_MAX = 16.0
 """A network card is believed to carry at most this multiple of the rate of its best link."""
 NEAR_S = 0.004
-"""A link's rate serves to estimate others, with a weight of e^(-latency between the links' ends / `NEAR_S`)."""
+"""A link counts in another's estimate with weight e^(-x / `NEAR_S`); x: latency between senders + between receivers."""
 LIMITED = 0.75
-"""Two places have a bottleneck between them if more than this part of the links between them are slow (`CENSORED`)."""
+"""A bottleneck, or a slow peer, is assumed if more than this part of the known links concerned are slow
+(`CENSORED`)."""
 _POWER = 4.0
 """The exponent of the power mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4
@@ -142,7 +143,7 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
 
 
 def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
-    """Return [N, N], bytes/s of a bottleneck from i to j, estimated from links between their neighbours; inf: none."""
+    """Return [N, N], bytes/s of a bottleneck from i to j, by the links from peers near i to peers near j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -189,7 +190,7 @@ def _of_rows(of_known: Callable[..., Floats], matrix: Floats) -> Floats:
 
 
 def _or(values: Floats, claims: Floats) -> Floats:
-    """Fill gaps in `values` with `claims`, or the median of the known values, or `DEFAULT_BYTES_PER_S`."""
+    """Replace NaN in `values`: by `claims`, else by the median of the known values, else by `DEFAULT_BYTES_PER_S`."""
     known = values[~np.isnan(values)]
     values = np.where(np.isnan(values), claims, values)
     return np.where(np.isnan(values), float(np.median(known)) if len(known) else DEFAULT_BYTES_PER_S, values)
@@ -207,7 +208,7 @@ def placement_of(stages: Sequence[Stage], peers: tuple[MeasuredPeer, ...]) -> Pl
 def predict_step_time(
     snapshot: SwarmSnapshot, stages: Sequence[Stage], wire: WireBytes | None = None
 ) -> Foreseen | None:
-    """Return the speed and the bottleneck of `stages` by the throughput objective; None if they cannot be computed.
+    """Predict the tokens/s and the bottleneck of `stages`; None: a stage has no known peer, or they are impossible.
 
     Args:
         snapshot: with workload and network. Peers that are not in it are left out of the stages.

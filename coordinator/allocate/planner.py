@@ -5,8 +5,9 @@ Each of several numbers of stages gets a short search, and the most promising nu
 A large swarm is searched at several levels, from the coarsest to the finest. At a coarse level, similar devices that
 are near each other form one unit. The speeds and network cards of a unit add up, two units have a path for each pair of
 their devices, and a unit's memory is the smallest of its devices. So a swarm of units looks like a swarm of fewer and
-larger devices. The search runs on about a hundred units, then from that result on eight times as many, and at last on
-single devices if there are not too many."""
+larger devices. Up to 256 devices there is one level, the single devices. Beyond that the search first runs on about 128
+units, and then from that result on a finer level: single devices if there are at most `FLAT_MAX` (2,048), otherwise
+about 1,024 units."""
 
 import math
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ _RANKED = 4
 UNITS = 128
 """The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
-"""The last level has single devices if there are at most this many: a move in a stage of n members costs n^2 work."""
+"""The most devices for a last level of single devices: a move in a stage of n devices costs n^2 units of work."""
 
 
 def default_work(num_devices: int) -> int:
@@ -224,7 +225,7 @@ class Level:
 
 
 def levels(topology: Topology, workload: Workload) -> list[Level]:
-    """Return the levels from the coarsest to the finest; a small swarm has only the level of single devices."""
+    """Return the levels, the coarsest first; up to 2 x `UNITS` devices there is only that of single devices."""
     n = topology.num_devices
     near = _neighbourhoods(topology, workload.cut_bytes) if n > 2 * UNITS else np.zeros(n, dtype=np.int64)
     views = []

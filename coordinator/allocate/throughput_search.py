@@ -80,7 +80,7 @@ class ThroughputEvaluator:
         self._best_connected = sorted(range(self.num_devices), key=lambda d: (-quality[d], d))
         """The devices, the best connected first: by the rate of the card or of the median path, whichever is lower."""
         self.draws = 16
-        """The number of random starts that are priced; only the cheapest of them is improved."""
+        """The most random starts that are priced at a time; only the cheapest of them is improved."""
         self.share = 20_000 * topology.num_devices
         """The units of work that one call of `improve` can use: about as many as it takes to a good local minimum."""
 
@@ -173,7 +173,7 @@ class ThroughputEvaluator:
         return float(cost), self._state.bounds.copy()
 
     def _cut_work(self, assignment: Assignment, known: Ints | None = None) -> tuple[float, Ints, int]:
-        """Return (cost, bounds, units of work used) for the cheapest bounds: best cut, current plan's or `known`."""
+        """Return (cost, bounds, units of work used) for the cheapest of: best cut, current plan's bounds, `known`."""
         name, work = assignment.tobytes(), np.zeros(1, dtype=np.int64)
         priced = []
         if (best := self._known.get(name)) is None:

@@ -53,7 +53,7 @@ def formats_of(
         return min(cost.parts["foreseen_s"], cost.parts["step_s"]) if math.isfinite(cost.seconds) else math.inf
 
     def widened(wide: frozenset[int], things: range) -> frozenset[int]:
-        """Return `wide` plus those of `things` that may be wide, too: all if they may, else tried half by half."""
+        """Return `wide` plus the stages or cuts of `things` that may be wide, too; if not all may, halves are tried."""
         if not things or tries >= TRIES_MAX:
             return wide
         least = KEPT if has_wide.issuperset(things) else SPARED

@@ -35,15 +35,15 @@ class ResidentTerms:
     """Bytes for weights of other versions: s_max copies, at least one (the previous version, to repeat microbatches bit
     for bit), but none if stages are recomputed and s_max > 0. `calibrated` compensation adds a copy if s_max >= 2."""
     narrow_weights: float
-    """Bytes for the bfloat16 copies of the weights with which microbatches compute."""
+    """Bytes a parameter for the bfloat16 copies of the weights with which microbatches compute; 0 in fp32."""
     gradient: float
-    """Bytes for the gradient of the running microbatch."""
+    """Bytes a parameter for the gradient of the running microbatch."""
     sums: float
-    """Bytes for gradient sums: one for the step in reduction, one for each step ahead."""
+    """Bytes a parameter for gradient sums: one for the step in reduction, and one for each of s_max steps ahead."""
     places: float
-    """Bytes for sums of weights: for each gradient sum, the sum of the weights at which its gradients were computed."""
+    """Bytes a parameter for sums, one for each gradient sum, of the weights at which its gradients were computed."""
     mean: float
-    """Bytes for the reduced gradient, and for its quantized form if it travels in few bits."""
+    """Bytes a parameter for the reduced gradient, and for its quantized form if it may travel in few bits."""
 
     @property
     def total(self) -> float:
@@ -70,7 +70,7 @@ class FrozenBase:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageMemory:
-    """The terms that add up to the memory of any stage."""
+    """The memory that members of stages need, as terms for each layer, each trained parameter and each stage."""
 
     layer_held_bytes: tuple[float, ...]
     """[L], the bytes that a layer keeps of a microbatch from forward to backward."""
@@ -81,7 +81,7 @@ class StageMemory:
     workspace_bytes: float = 0.0
     """The bytes that a stage, however many layers it has, needs while one layer steps or runs backward."""
     base: FrozenBase | None = None
-    """The frozen base beside adapters; None: all weights train."""
+    """The frozen weights of a run that trains adapters; None: all weights train."""
     is_by_layer: bool = False
     """True if each stage, the last included, recomputes layer by layer, and holds the graph of one layer."""
 
@@ -124,7 +124,7 @@ class StageMemory:
         return replace(memory, resident_bytes_per_parameter=on_card, layer_job_bytes=job)
 
     def by_stage(self, sums: Callable[[tuple[float, ...]], tuple[float, ...]]) -> "StageMemory":
-        """Merge each stage's layers into one. Args: sums: a function that sums values over each stage's layers."""
+        """Return these terms with each stage's layers merged. Args: sums: turns values by layer into sums by stage."""
         held, job = sums(self.layer_held_bytes), sums(self.layer_job_bytes)
         base = self.base and replace(self.base, layer_bytes=sums(self.base.layer_bytes))
         return replace(self, layer_held_bytes=held, layer_job_bytes=job, base=base)

@@ -66,7 +66,7 @@ FLOW_ROUNDS = 6
 """The rounds of `fill`. The flow found is 94 % of the maximum in the median, 73 % at least (compared with linear
 programming in 200 random cases of up to 8 x 8 members in which half of the paths are too slow)."""
 COMMIT_LATENCIES = 4.0
-"""A commit sends four messages in a row: Progress to the leader, RoundStart, a part, its sum."""
+"""Messages in a row in a commit: Progress to the leader, RoundStart, a part of the gradient, its sum."""
 STEP_FLOP_PER_PARAMETER = 20.0
 """The FLOP of an optimizer's step for each parameter, as in `step_flop` of `peer/pipeline/stage.py`."""
 WINDOW_GAIN = 1.5
@@ -129,11 +129,11 @@ class PipelineInput(NamedTuple):
     """float64 [C], bytes/s of the slower direction of each card."""
     shared_cards: bool
     latency: Any
-    """[N, N], seconds from row to column."""
+    """float64 [N, N], one-way latency in seconds from the row's unit to the column's."""
     rate: Any
-    """[N, N], bytes/s of one path from row to column."""
+    """float64 [N, N], bytes/s of one path from a device of the row's unit to one of the column's."""
     cut_bytes: Any
-    """float64 [F], bytes of an activation on the wire; the workload's size comes first."""
+    """float64 [F], the sizes in bytes of a microbatch's activation on the wire; `Workload.cut_bytes` is first."""
     q: Any
     """[F, N, N], activations a second of each size over all paths between two units; a gradient answers each."""
     layers: Any
@@ -153,13 +153,13 @@ class PipelineState(NamedTuple):
     members: Any
     """int64 [K, N]; row k begins with the `count[k]` members of stage k, and the rest of it is unused."""
     count: Any
-    """int64 [K], the number of members."""
+    """int64 [K], the number of members (units) of each stage."""
     bounds: Any
     """int64 [K + 1], the first layer of each stage, and at last L."""
     cut_size: Any
     """int64 [K], the index in `P.cut_bytes` of the activations from each stage to the next; the last is unused."""
     sum_bytes: Any
-    """float64 [K], bytes for each parameter in the reduction of each stage."""
+    """float64 [K], the bytes on the wire, one way, for each parameter's gradient in each stage's reduction."""
     loads: Any
     """float64 [12, N]; the rows are `PATH_RATE` to `NEEDED`."""
     times: Any
@@ -173,7 +173,7 @@ class PipelineState(NamedTuple):
 
 
 ENTRIES = ("build", "evaluate")
-"""The functions that Python calls. Only these get a wrapper: it takes a third of a function's compile time."""
+"""The functions that Python code calls. Only these get numba's wrapper: it takes a third of their compile time."""
 
 
 def build(P, S, stage, bounds):
@@ -273,7 +273,7 @@ def _scan_mates(P, S, k):
 
 
 def _scan_tied(P, S):
-    """Compute the traffic for a tied model's shared matrix at members of both end stages.
+    """Compute the traffic for a tied model's shared matrix at the members of the first and the last stage.
     Returns: the units of search budget used."""
     K = len(S.count)
     # Each end sends the matrix in the format of its own reduction; the larger format makes the slower direction.
@@ -579,7 +579,8 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain, seconds a step. Args: tail_s: last microbatch's round trip and commit; ahead: steps ahead."""
+    """Return T_chain in seconds a step. Args: tail_s: last round trip and its commit, in seconds. ahead: steps
+    ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 

@@ -30,7 +30,7 @@ class Placement:
         return tuple(device for device in range(num_devices) if device not in placed)
 
     def with_moves(self, stage_of: Mapping[int, int]) -> "Placement":
-        """Return the placement with each device of `stage_of` moved, or newly put, into the stage that it maps to."""
+        """Return a copy with each device of `stage_of` in the stage that the mapping gives it, placed before or not."""
         stages = [[device for device in stage if device not in stage_of] for stage in self.stages]
         for device, stage in stage_of.items():
             stages[stage].append(device)

@@ -70,7 +70,7 @@ from shoal.protocol.topology import Floats, Topology
 _CROWDED = 0.4
 """The c_j (see the module's formulas) at which the prediction is the full 4-norm; fitted to five scenarios."""
 LARGE = 256
-"""More devices than this need the compiled loops: with 200, plain Python takes 30 ms for one evaluation."""
+"""More devices than this are always evaluated by the compiled loops: with 200, plain Python takes 30 ms."""
 
 
 class ThroughputObjective:
@@ -85,7 +85,7 @@ class ThroughputObjective:
         self.topology = topology
         self.workload = workload
         self._problems: dict[frozenset[float], PipelineInput] = {}
-        """Set of activation sizes (bytes) besides the workload's own -> the tables of `pipeline.py` for these sizes."""
+        """{activation sizes (bytes) besides the workload's own: the tables of `pipeline.py` for these sizes}."""
 
     def cost(self, placement: Placement, wire: WireBytes | None = None) -> Cost:
         """Return the cost of a placement. Args: wire: bytes of tensors between stages and in reductions; None: as in
@@ -157,14 +157,14 @@ class _Evaluation:
 
     @cached_property
     def _computes_s(self) -> list[float]:
-        """[K], the seconds a step for which each stage's devices compute."""
+        """[K], the seconds that each stage computes in a step if its members share the work by speed."""
         M, flop_per_s = self._workload.microbatches, self._topology.flop_per_s
         jobs = [self._workload.job_flop(first, last) for first, last in pairwise(self._bounds)]
         return [M * job / float(flop_per_s[of].sum()) for job, of in zip(jobs, self._of, strict=True)]
 
     @property
     def parts(self) -> tuple[tuple[float, ...], ...]:
-        """The part of its stage's gradient that each member adds up in the reduction."""
+        """For each stage, the part of its gradient that each member adds up in the reduction."""
         return tuple(tuple(self.state.loads[pipeline.PART, members].tolist()) for members in self._of)
 
     def shares(self, k: int) -> tuple[float, ...]:
@@ -285,9 +285,9 @@ class Split:
     add to 1."""
 
     shares: tuple[tuple[float, ...], ...]
-    """The part of the stage's microbatches that each member takes."""
+    """For each stage, the part of its microbatches that each member takes."""
     parts: tuple[tuple[float, ...], ...]
-    """The part of the stage's gradient that each member adds up for the others."""
+    """For each stage, the part of its gradient that each member adds up for the others."""
 
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:

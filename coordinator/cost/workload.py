@@ -56,7 +56,7 @@ class Workload:
     """The demands of one step of a model with L layers; the first includes the embedding, the last the head."""
 
     layer_flop: tuple[float, ...]
-    """[L], the FLOP of a microbatch's forward."""
+    """[L], the FLOP of a microbatch's forward in each layer."""
     backward_per_forward: float
     """The FLOP of a backward divided by those of a forward: 2 (1 with adapters), and 1 more with recomputation. The
     last stage recomputes only if `memory.is_by_layer`."""
@@ -65,7 +65,7 @@ class Workload:
     gradient_bytes_per_parameter: float
     """The bytes of a gradient on the wire in a reduction, one way, for each parameter."""
     memory: StageMemory
-    """The memory terms of stages, including the base of adapters."""
+    """The memory that a stage's members need; in a run with adapters, the frozen weights included."""
     cut_bytes: float
     """Bytes on the wire for a microbatch between two stages, one way: the mean of its activation and its gradient. The
     labels count, too, in subspace models, which otherwise send only k numbers a token."""
@@ -183,7 +183,7 @@ class WireBytes:
     cuts: tuple[float, ...]
     """[K - 1], the bytes of a microbatch from stage k to the next one, counted as `Workload.cut_bytes`."""
     sums: tuple[float, ...]
-    """[K], the bytes for each parameter in the reduction of stage k."""
+    """[K], the bytes on the wire, one way, for each parameter's gradient in the reduction of stage k."""
 
     @classmethod
     def same(cls, workload: Workload, num_stages: int) -> "WireBytes":
@@ -195,9 +195,9 @@ class FormatBytes:
     """Bytes of tensors on the wire in each format that a run's plans may choose, the widest first."""
 
     cuts: Mapping[WireFormat, float]
-    """Format of activations -> `Workload.cut_bytes` with it."""
+    """{format of activations: `Workload.cut_bytes` in this format}."""
     sums: Mapping[WireFormat, float]
-    """Format of gradient sums -> `Workload.gradient_bytes_per_parameter` with it."""
+    """{format of gradient sums: `Workload.gradient_bytes_per_parameter` in this format}."""
 
     @classmethod
     def of(cls, spec: RunSpec) -> "FormatBytes":

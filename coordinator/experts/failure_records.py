@@ -22,7 +22,7 @@ PRIOR_S = 6 * 3600.0
 HORIZON_S = 600.0
 """The least time that a layout, or a placement of experts, is expected to last: volunteers come and go."""
 SEEN_S_MAX = 7 * 24 * 3600.0
-"""The memory of a record: a week, which includes the nights and the weekend of a volunteer's machine."""
+"""The longest time seen that a record contains: a week, with the nights and the weekend of a volunteer's machine."""
 FAILURES_MAX = 256.0
 """A record has at most this many failures, one in 40 minutes for a week: more mean a useless peer or a false count."""
 GAP_S_MAX = 60.0
@@ -43,7 +43,7 @@ class _Past:
 @dataclass(slots=True)
 class FailureRecords:
     _pasts: OrderedDict[PeerID, _Past] = field(default_factory=OrderedDict)
-    """The records; the peer that has been silent for longest comes first."""
+    """{peer: its record}. The first is forgotten first: peers that we never heard, then the one silent for longest."""
 
     def heard(self, peer: PeerID, now_s: float) -> None:
         past = self._past(peer)
@@ -57,7 +57,7 @@ class FailureRecords:
             past.seen_s = SEEN_S_MAX
 
     def lost(self, peer: PeerID) -> None:
-        """Record a failure of `peer`: a plan left the peer out, and it had said no good-bye."""
+        """Record a failure of `peer`: a plan left the peer out, although it had neither drained nor said good-bye."""
         past = self._past(peer)
         past.failures, past.heard_s = min(FAILURES_MAX, past.failures + 1.0), None
 
@@ -71,7 +71,7 @@ class FailureRecords:
         return [failure_probability(past.failures, past.seen_s, prior_s=prior_s) for past in pasts]
 
     def tell(self, members: Collection[PeerID]) -> tuple[FailureRecord, ...]:
-        """Return the records for the next coordinator: the members' first, then those of peers heard most recently."""
+        """Return up to `HANDED_OVER_MAX` records for the next coordinator: the members', then the last heard peers'."""
         order = dict.fromkeys([peer for peer in members if peer in self._pasts] + [*reversed(self._pasts)])
         known = ((peer, self._pasts[peer]) for peer in islice(order, HANDED_OVER_MAX))
         return tuple(FailureRecord(peer, past.failures, past.seen_s) for peer, past in known)

@@ -20,13 +20,13 @@ Bounds = tuple[tuple[int, int], ...]
 """(first layer, layer after the last) of each stage."""
 
 LOOK_STEPS = 50
-"""The number of steps after which the loads are checked again."""
+"""The number of steps between two checks whether measured loads call for another placement."""
 COUNT_MAX = 1 << 53
 """The limit on a peer's token count."""
 SHARE_MIN = 0.01
 """The least share of an expert's tokens that a plan gives to each holder, since a plan may not contain a share of 0."""
 HANDED_OVER_MAX = 4096
-"""The limit on handed-over loads, of all stages together: 36 KB of a message."""
+"""The most loads (stages x experts) handed over, 36 KB of a message; if there are more, none is handed over."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,10 +46,10 @@ class ExpertPlaces:
     min_replicas: int = 2
     records: FailureRecords = field(default_factory=FailureRecords)
     _loads: dict[int, list[float]] = field(default_factory=dict)
-    """Stage of `_bounds` -> recent tokens of each expert, older ones discounted."""
+    """{stage of `_bounds`: tokens sent to each expert}; each report from the stage takes a tenth off older tokens."""
     _bounds: Bounds = ()
     _told: dict[PeerID, tuple[int, ...]] = field(default_factory=dict)
-    """Peer -> tokens of each expert, as counted in its last heartbeat."""
+    """{peer: the tokens that it has sent to each expert, by its last heartbeat}."""
     _looked: tuple[int, int] = (0, 0)
     """(era, version) of the last check of the loads."""
 
@@ -83,7 +83,8 @@ class ExpertPlaces:
         return tuple(tuple(self._loads.get(stage, ())) for stage in range(num_stages))
 
     def take_over(self, loads: Sequence[Sequence[float]]) -> None:
-        """Take over the previous coordinator's loads, so that the shares of holders do not change for no reason."""
+        """Take over the previous coordinator's loads, from which a plan computes each holder's share of its expert's
+        tokens. Without them, a new coordinator could change these shares for no reason."""
         for stage, counts in enumerate(loads[:STAGES_MAX]):
             if len(counts) == self.num_experts and all(0.0 <= count < COUNT_MAX for count in counts):
                 self._loads[stage] = list(counts)
@@ -104,7 +105,7 @@ class ExpertPlaces:
         return [load / total for load in loads] if total > 0.0 else [0.0] * self.num_experts
 
     def is_due(self, live: Plan, version: int) -> bool:
-        """True if the loads should be checked now: once in `LOOK_STEPS` steps, and at each new era (restore point)."""
+        """True if loads should be checked now: every `LOOK_STEPS` steps, and at each new era. Records the check."""
         era, looked = self._looked
         if not live.experts or (era == live.era and looked <= version < looked + LOOK_STEPS):
             return False
@@ -132,7 +133,7 @@ class ExpertPlaces:
         return tuple(placed)
 
     def _held_within(self, stage: Stage, before: Plan | None) -> list[dict[PeerID, Member]]:
-        """Return for each expert its holders, {peer: member}, that held it in plan `before` in any layer of `stage`."""
+        """Return for each expert {peer: member} of its holders in plan `before`, in stages that overlap `stage`."""
         held: list[dict[PeerID, Member]] = [{} for _ in range(self.num_experts)]
         if before is not None and before.experts:
             for entry in before.experts:
@@ -190,7 +191,7 @@ class ExpertPlaces:
         ]
 
     def _loads_within(self, bounds: Bounds) -> dict[int, list[float]]:
-        """Return the measured loads by stage of the new `bounds`: a layer takes its part of the load along."""
+        """Return the loads by stage of the new `bounds`; a layer takes an equal part of its old stage's load along."""
         if not self._bounds or bounds == self._bounds:
             return self._loads
         moved: dict[int, list[float]] = {}
@@ -207,8 +208,8 @@ class ExpertPlaces:
 def _filled(
     current: Mapping[PeerID, Sequence[int]], live: Set[str], slots: int, loads: Sequence[float]
 ) -> dict[str, list[int]]:
-    """Guess the experts in each member's slots: a plan names only an expert's holders. Free slots go to the experts
-    with most load per slot, as at placement. (Rejected: to all experts in turn; it moved experts without need.)"""
+    """Guess which experts a member has in several slots: a plan names only holders. Free slots go to the expert with
+    most load per slot, as in `replica_counts`. (Rejected: to all experts in turn; it moved experts without need.)"""
     filled: dict[str, list[int]] = {peer: list(experts) for peer, experts in current.items()}
     holders: dict[int, list[PeerID]] = {}
     for peer in sorted(current.keys() & live):

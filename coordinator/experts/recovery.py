@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
-"""[N][slots of the node]: the expert in each slot, ascending. An expert in two slots of a node is one copy, which does
-two parts of the work."""
+"""For each of N nodes the numbers of the experts in its slots, ascending. A node with an expert in two slots keeps one
+copy of it, and does two parts of its work."""
 
 NODES_EXACT_MAX = 16
 """A component with at most this many nodes is solved exactly: 65,536 sets of failures, about a millisecond."""
@@ -22,7 +22,7 @@ NODES_EXACT_MAX = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
-    """The event that at least one expert has no holder left."""
+    """The probability that at least one expert loses all its holders."""
 
     probability: float
     is_exact: bool
@@ -79,7 +79,7 @@ def recovery_by_failures(placement: Sequence[Sequence[int]], num_experts: int) -
     if masks and not masks[0]:
         return (0.0,) * (num_nodes + 1)
     survivals = [1]
-    """Entry k: the number of sets of k failed nodes, in the components so far, with which every expert survives."""
+    """Entry k: how many sets of k nodes, from the components so far, can fail without the loss of an expert."""
     num_held = 0
     for nodes, local in _components(masks):
         if len(nodes) > NODES_EXACT_MAX:
@@ -121,7 +121,7 @@ def _nodes_of(mask: int) -> list[int]:
 
 
 def _losing_sets(masks: Sequence[int], num_nodes: int) -> NDArray[np.bool_]:
-    """Return bool [2^N]: True at S if the set S of failed nodes contains all nodes of at least one mask."""
+    """Return bool [2^N], indexed by sets of nodes as masks: True if the set contains all nodes of one of `masks`."""
     lost = np.zeros(1 << num_nodes, np.bool_)
     lost[masks] = True
     for node in range(num_nodes):
@@ -132,7 +132,7 @@ def _losing_sets(masks: Sequence[int], num_nodes: int) -> NDArray[np.bool_]:
 
 @lru_cache(maxsize=8)
 def _set_weights(chance: tuple[float, ...]) -> NDArray[np.float64]:
-    """Return float64 [2^N]: at S the probability that exactly the nodes of the set S fail, by each node's `chance`."""
+    """Return float64 [2^N], indexed by sets of nodes as masks: the probability that exactly these nodes fail."""
     weights = np.ones(1)
     for p in chance:
         weights = np.concatenate([weights * (1.0 - p), weights * p])

@@ -11,11 +11,11 @@ from shoal.coordinator.experts.placement import PATIENCE, busiest_replica_load_r
 from shoal.coordinator.experts.recovery import ExpertPlacement, holder_masks, loss_probability
 
 BUSIER = 1.25
-"""The placement stays while its busiest replica is at most this many times as busy as in the best placement."""
+"""A placement may stay only if its busiest replica is at most this many times as busy as in the best placement."""
 RISKIER = 4.0
-"""The placement stays while a loss is at most this many times as probable as in the best placement found."""
+"""A placement may stay only if a loss is at most this many times as probable as in the best placement found."""
 RISK_IGNORED = 1e-6
-"""A probability of a loss up to this is ignored."""
+"""Lower probabilities of a loss count as this one, and a placement with no higher one may stay."""
 PATIENCE_AT_A_LOOK = 15
 """The comparison search for a safer placement ends after this many tries without a gain: 10 ms with ten nodes."""
 
@@ -79,7 +79,8 @@ def replan(
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """Count the copies of experts that nodes lack for `target`. Args: both [N], the experts of each node."""
+    """Count the copies of experts that nodes lack for `target`. Args: current, target: [N], the experts on each
+    node."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 
@@ -122,7 +123,7 @@ def _renamed(held_NE: NDArray[np.float64], target: ExpertPlacement) -> ExpertPla
 
 
 def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np.float64]:
-    """Return float [N, E]: the number of slots of each node that hold each expert."""
+    """Return float [N, E]: in how many of its slots each node holds each expert."""
     times_NE = np.zeros((len(placement), num_experts))
     for node, part in enumerate(placement):
         for expert in part:
@@ -131,7 +132,7 @@ def _times(placement: Sequence[Collection[int]], num_experts: int) -> NDArray[np
 
 
 def _assigned(worth_NN: NDArray[np.float64], kinds: Sequence[Hashable]) -> list[int]:
-    """Return [N], a different column for each row, of the same kind, such that the sum of `worth_NN` is largest."""
+    """Return [N]: for each row its own column, of the same kind, so that the chosen `worth_NN` have the largest sum."""
     from scipy.optimize import linear_sum_assignment  # late: 37 MB and 0.5 s, which a dense run does not need
 
     number: dict[Hashable, int] = {}

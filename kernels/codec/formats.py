@@ -29,7 +29,7 @@ class Format:
 
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
-        """Return (width, code bits below it), in bits, for each part into which a code is cut, low bits first."""
+        """Return for each part of a code (its width, how many bits of the code are below it), low bits first."""
         widths = (8,) if self.bits == 8 else tuple(width for width in (4, 2, 1) if self.bits & width)
         return tuple((width, sum(widths[:index])) for index, width in enumerate(widths))
 

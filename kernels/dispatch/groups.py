@@ -19,7 +19,7 @@ class Groups:
     row_NK: Tensor
     """[N, K]: the row that belongs to choice k of token n."""
     choice_P: Tensor
-    """[P]: for each row the number n K + k, if the row belongs to choice k of token n. The inverse of `row_NK`."""
+    """[P]: for each row the number n K + k of its choice (choice k of token n). The inverse of `row_NK`, flattened."""
     token_P: Tensor
     """[P]: for each row the token n from which it is copied."""
     offset_E: Tensor

@@ -152,8 +152,8 @@ def _is_exact(device: torch.device) -> bool:
 
 
 def _best_s(product: Callable[[Tensor, Tensor], Tensor], device: torch.device) -> float:
-    """Compute the product of a matrix and its transpose three times; return the shortest time. The matrix is so large
-    that a GPU's launch time hardly counts."""
+    """Return the seconds of the fastest of three products of a matrix and its transpose. The matrix is so large that a
+    GPU's launch time hardly counts."""
     shape_RK = (256, 1024) if device.type == "cpu" else (2048, 4096)
     x_RK, best_s = torch.full(shape_RK, 77.0, dtype=torch.float64, device=device), math.inf
     for _ in range(4):  # the first one warms up

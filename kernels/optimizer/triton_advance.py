@@ -22,7 +22,7 @@ from shoal.kernels.optimizer.reference import adamw_gains, nadam_gains, nesterov
 from shoal.kernels.optimizer.rules import Hyperparameters, State
 
 BLOCK: Final = 1024
-"""Elements of a program: 8 for each thread, which are two vectors of 16 bytes."""
+"""The number of elements that a program computes: 8 a thread, which are two vectors of 16 bytes."""
 GAINS: Final = {"sgd": sgd_gains, "adamw": adamw_gains, "nadam": nadam_gains}
 
 
