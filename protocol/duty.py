@@ -27,7 +27,7 @@ class Duty:
             raise ValueError(f"a share of a device's time must be in (0, 1], is {share}")
         self._share = share
         self._credit_s = 0.0
-        """Seconds that the device may work without a rest; negative: it has worked more than its share."""
+        """Seconds of device time in the bucket; negative: the device has worked more than its share, and must rest."""
         self._beside_s = 0.0
         self._at_s: float | None = None
 

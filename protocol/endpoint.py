@@ -112,7 +112,8 @@ class Endpoint:
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
     ) -> None:
-        """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
+        """Answer messages of type `kind` with `handler`. It may decline: by a `Refusal` as its answer, or by raising
+        `Refused`.
 
         Args:
             stage: handle messages of this group (their field `stage`); None: of every group without its own handler.
@@ -178,7 +179,7 @@ class Endpoint:
         priority: Priority,
         again: msgspec.Struct | None = None,
     ) -> None:
-        """Send one tensor frame to `peer`.
+        """Send one tensor frame (`payload` under the header `meta`) to `peer`.
 
         Args: again: the header for one repetition, if the stream breaks before the frame is known to be handled; None:
             the frame is not repeated.
