@@ -130,7 +130,7 @@ class Verdict(Enum):
     ALLOWED = auto()
     REFUSED = auto()
     WAIT = auto()
-    """Refuse the message unless a plan arrives that gives its sender the role."""
+    """Let the message wait; refuse it unless a plan that gives its sender the role arrives in time."""
 
 
 class Gate:

@@ -71,7 +71,8 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return the least share of the uncommitted step's gradients that is back when a stale microbatch begins."""
+        """Return a lower bound of the share of the uncommitted step's gradients that is back when a stale microbatch
+        begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying
@@ -125,7 +126,8 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the choice with the shortest time to a given loss; of equal choices, that with more steps ahead.
+    """Return the steps ahead and the g with the shortest time to a given loss; of equal ones, those with more steps
+    ahead.
 
     Args:
         s_max: the most steps that a microbatch may run ahead of its weights.

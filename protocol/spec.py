@@ -280,7 +280,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def masks_documents(self) -> bool:
-        """True if tokens attend only to their own document."""
+        """True if tokens attend only to tokens of their own document."""
         return self.has_chats if self.document_masks is None else self.document_masks
 
     @property
@@ -305,7 +305,7 @@ class DataSpec(_Section, frozen=True):
         )
 
     def found_at(self, sources: tuple[str, ...]) -> "DataSpec":
-        """Return this spec with new locations of its sources. Args: sources: one path or name for each source."""
+        """Return this spec with other paths or names of its sources. Args: sources: one for each source, in order."""
         if not self.sources:
             return msgspec.structs.replace(self, source=sources[0])
         moved = zip(self.sources, sources, strict=True)
@@ -315,7 +315,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """One digest for each source; an empty tuple: the digests are not known yet."""
+        """BLAKE3 of each source's prepared text; an empty tuple: the digests are not known yet."""
         return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
 
     @property
@@ -433,7 +433,8 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: snapshots by time alone."""
     snapshot_interval_s: float = 300.0
-    """Seconds between further snapshots: the most that is lost if all peers lose power at once. 0: by steps alone."""
+    """Seconds after which a snapshot is due anyway: the work lost if all peers lose power at once. 0: by steps
+    alone."""
     open: bool = False
     """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
@@ -480,7 +481,8 @@ class WireSpec(_Section, frozen=True):
     """Format of activations between stages; state always travels in fp32. "auto": for each cut between stages, each
     plan chooses 8 bits per number if steps wait for these activations, else bf16 (`Plan.formats`)."""
     activation_gradients: WireFormat | None = None
-    """Format of the activations' gradients. None: as the activations, but 6 bits at least: gradients tolerate less."""
+    """Format of the activations' gradients. None: as the activations, but at least 6 bits: gradients tolerate less
+    rounding."""
     gradients: WireFormat | Literal["auto"] = "fp32"
     """Format of parameter gradients in a reduction: of the members' sums and of the mean; they are added in fp32.
     "auto": for each stage, each plan chooses 4 bits per number if steps wait for its reduction, else 8."""

@@ -43,12 +43,13 @@ _ADAPTING: Final = 10 / 15
 """Learning rate for training adapters / from scratch: ten times `_TUNING`. So a model with 3e-4 gets 2e-4, as QLoRA 7B
 has (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""Largest factor by which a run's learning rate rises because the run is short: reached at 1/1,500 of 20 N tokens."""
+"""Largest factor by which the learning rate rises because a run is short: reached at 1/1,500 of 20 N tokens."""
 STAGES_FED: Final = 3
 """Number of stages that a step's microbatches are to keep busy if a run leaves the number of stages open. A swarm with
 more stages still works: at two microbatches a stage, six stages are busy."""
 _SAID_MAX: Final = 2**40
-"""The rules treat a larger number in a file as impossible. No field allows such a number; the decoder refuses it."""
+"""Largest number in a run file that the rules read. Larger ones are left to the decoder: it refuses them in every
+field."""
 
 
 Model = ModelSpec | SimpleNamespace
