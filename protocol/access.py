@@ -33,8 +33,7 @@ class Role(Enum):
     PLANNED = auto()
     """A member (also a spare, which holds no layers) of one of the last `PLANS_SERVED` plans that this peer obeyed."""
     GROUP_MEMBER = auto()
-    """A member with our stage or our expert. Its role and ours may come from different plans of the last
-    `PLANS_SERVED`."""
+    """A member with our stage or expert; its place and ours may be in different plans of the last `PLANS_SERVED`."""
     NEAR = auto()
     """A member with our stage or a neighbouring one, under these plans as well. Sharing an expert does not count."""
     OWNER = auto()

@@ -80,8 +80,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def turned_factor(self) -> float:
-        """The factor by which the rotary embedding's cosines and sines are multiplied: `attention_factor`, or 1 if
-        `kind` is not yarn."""
+        """The factor by which the rotary cosines and sines are multiplied; without `attention_factor` 1 if not yarn."""
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_factor(self.factor) if self.kind == "yarn" else 1.0
@@ -103,8 +102,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     qk_norm: Literal["none", "head", "projection"] = "none"
     """RMSNorm of queries and keys before the rotation: none, of each head by itself, or of the whole projection."""
     norms: Literal["pre", "post", "both"] = "pre"
-    """Where the norms of attention and feed-forward stand: before them, after them (before the residual sum), or
-    both."""
+    """Place of the norms of attention and feed-forward: before, after (but before the residual sum), or both."""
     norm_plus_one: bool = False
     """A norm multiplies by 1 + w instead of w, so that its weights lie around 0."""
     activation: Literal["silu", "gelu_tanh"] = "silu"

@@ -112,8 +112,7 @@ class Endpoint:
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
     ) -> None:
-        """Answer messages of type `kind` with `handler`. It may decline: by a `Refusal` as its answer, or by raising
-        `Refused`.
+        """Answer messages of type `kind` with `handler`. To decline, it returns a `Refusal` or raises `Refused`.
 
         Args:
             stage: handle messages of this group (their field `stage`); None: of every group without its own handler.

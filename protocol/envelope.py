@@ -98,8 +98,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, wh
 
 
 class ReplayGuard:
-    """Refuses replays: accepts each sequence number of a sender once, and none that is `REPLAY_WINDOW` or more below
-    the highest accepted one."""
+    """Accepts each sequence number of a sender once, and only if it is less than `REPLAY_WINDOW` below the highest."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[PeerID, tuple[int, set[int]]] = OrderedDict()

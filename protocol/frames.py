@@ -163,8 +163,8 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Counts the bytes of the DATA frames of one direction of a stream that are sent and not yet handled. Each end
-    counts."""
+    """Counts the bytes of one direction's DATA frames that are sent and not yet handled. Each end keeps such a
+    count."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -312,8 +312,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add a received frame, and yield the frames that can now be handled in order. Raises: RemoteError: the sender
-        has used its number before."""
+        """Add a received frame; yield the frames that are now next in order. Raises: RemoteError: a repeated number."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

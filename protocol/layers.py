@@ -64,8 +64,7 @@ def expert_keys(first: int, last: int, expert: int) -> tuple[str, ...]:
 
 
 def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
-    """Return the keys of all layers, or units, of a run's state. Args: placed: True: experts are placed on their own
-    members."""
+    """Return all keys of a run's state: of its layers, or of its units if experts are `placed` on their own members."""
     if not placed:
         return all_layer_keys(model)
     experts = (expert_keys(0, model.num_layers, expert) for expert in range(model.num_experts))

@@ -14,9 +14,8 @@ CONTROL_DEPTH_MAX: Final = 8
 RECORD_BYTES_MAX: Final = 32 * 1024
 """Most bytes of a directory value. hivemind silently loses values from 4 MiB on; small values also keep reads fast."""
 KEY_BYTES_MAX: Final = 2 * 1024 * 1024
-"""Most bytes of all directory values under one key: hivemind sends no reply of 4 MiB, and even smaller ones take
-seconds on a home line. The adverts of 1,000 peers with eight addresses each have 1.2 MB; 1.8 MB if all addresses are
-relayed."""
+"""Most bytes of all directory values under one key: hivemind sends no reply of 4 MiB, and smaller ones take seconds on
+a home line. The adverts of 1,000 peers with eight addresses each have 1.2 MB; if all are relayed, 1.8 MB."""
 RECORD_EXPIRES_S_MAX: Final = 2 * 3600
 """Longest life of a directory record: a node keeps even a stranger's record that long. Ours live half an hour."""
 
@@ -41,13 +40,11 @@ down an attacker that invents peers."""
 OPEN_PROBATION_S: Final = 60.0
 """Seconds for which a newcomer's claimed speeds count as at most the median peer's; then they have been measured."""
 OPEN_PER_NETWORK_MAX: Final = 32
-"""Most members of an open run from one network (/24 in IPv4, /48 in IPv6). All without a public address count as
-one."""
+"""Most members of an open run from one network (IPv4 /24, IPv6 /48); all without a public address count as one."""
 EXCLUDED_KEYS_MAX: Final = 640
 """Most keys in one exclusion order, each with its invite: such an order has 45 KiB, and every plan carries it."""
 EXCLUSION_BYTES_MAX: Final = 48 * 1024
-"""Most bytes of all exclusion orders of a plan: enough for an order with `EXCLUDED_KEYS_MAX` keys, or with fewer keys
-and the signatures of a majority of 127 electors."""
+"""Most bytes of a plan's exclusion orders: one of `EXCLUDED_KEYS_MAX` keys, or of fewer and 64 electors' signatures."""
 EXCLUSIONS_MAX: Final = 16
 """Most exclusion orders in a plan, the owner's included. As many further orders may be collecting votes."""
 PLANS_SERVED: Final = 16
@@ -84,8 +81,7 @@ ELECTED_FROM_PEERS: Final = 256
 ELECTORS: Final = 127
 """Number of electors drawn. If a third of all members lie, liars have a majority in one plan of nineteen thousand."""
 LINKS_KEPT_BYTES: Final = 4 * 1024 * 1024
-"""Most bytes of plans with their votes, kept for peers that were away: a day's plans with 9 peers, an hour's with
-1,000."""
+"""Most bytes of plans with votes, kept for peers that were away: a day's plans with 9 peers, an hour's with 1,000."""
 LINKS_PER_REPLY_MAX: Final = 64
 """Plans with their votes (links of the chain) in one reply: the receiver checks a majority's signatures in each."""
 EXPERTS_MAX: Final = 1024
@@ -106,8 +102,7 @@ INFERENCES_MAX: Final = 16
 """Most inference requests that a peer serves at once for all clients; also the most requests that it takes over from
 other peers and that wait for its device."""
 INFERENCE_CANDIDATES_MAX: Final = 16_384
-"""Most tokens in an inference answer: the likeliest ones with their logits, 128 KiB. A smaller vocabulary is sent
-whole."""
+"""Most tokens in an inference answer: the likeliest, with logits, in 128 KiB. A smaller vocabulary is sent whole."""
 
 WAITING_STREAMS_OF_ONE_MAX: Final = 2
 """Most streams of one peer that have brought no HELLO yet. An honest peer opens one, and another after a break."""
@@ -148,8 +143,7 @@ STRANGERS_ALLOWANCE: Final = 1000.0
 """Requests that we read at once from all strangers of one network. A restarted peer knows no certificate, so each
 member sends it a few requests before showing one, and a hundred members may share a network."""
 ALLOWANCES_MAX: Final = 4096
-"""Most strangers' addresses, networks or PeerIDs for which requests are counted; the least recent is forgotten
-first."""
+"""Most strangers' networks and PeerIDs for which requests are counted; the least recent is forgotten first."""
 
 LANES_MAX: Final = 8
 """TCP connections (lanes) of one frame stream beside the network daemon's. With packet loss one connection carries far
@@ -157,11 +151,10 @@ less than a home's uplink: 2.4 Mbit/s at 1 % loss and a round trip of 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
 """Most lanes (TCP connections) of all of a peer's streams: each is an open file, and a process may often have 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
-"""Most unauthenticated lanes (TCP connections) of one address: two members behind one router may dial all theirs at
+"""Most unauthenticated lanes (TCP connections) of an address: two members behind a router may dial all theirs at
 once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
-"""Most pieces of one stream's frames that wait for an earlier piece. Credit limits their bytes to 64 MiB, which are
-some thousand pieces."""
+"""Most pieces of a stream's frames that wait for an earlier piece: credit allows 64 MiB, some thousand pieces."""
 
 LAYERS_MAX: Final = 1024
 """Most decoder layers of a model: ten times the deepest of today. Peers keep a record of each layer."""
@@ -178,8 +171,7 @@ STEPS_MAX: Final = 10**9
 SCENARIO_DEVICES_MAX: Final = 4096
 """Most devices of a network or scenario file: a matrix of their links then has 134 MB."""
 NETWORK_FILE_BYTES_MAX: Final = 64 * 1024 * 1024
-"""Most bytes of a network file: two matrices of 2,000 devices at eight characters a number, which are read in
-seconds."""
+"""Most bytes of a network file: two matrices of 2,000 devices at eight characters a number, read in seconds."""
 TOML_BYTES_MAX: Final = 1024 * 1024
 """Most bytes of a run or scenario file. Python parses a megabyte of TOML in a third of a second."""
 TRACE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -200,8 +192,7 @@ QUEUED_MICROBATCHES_MAX: Final = 1024
 """Most activations in the queue of a peer's stage; all honest stage-0 peers together have far fewer in flight."""
 
 RECENT_PLANS_MAX: Final = 16
-"""Most obeyed plans that a peer remembers: a drain takes 30 seconds, and a large swarm makes a plan every few
-seconds."""
+"""Most obeyed plans that a peer remembers: a drain takes 30 s, and a large swarm makes a plan every few seconds."""
 RECENT_PLAN_S: Final = 60.0
 """Seconds for which we remember a plan after we began to obey the next one: a member that the next plan removes drains
 for half a minute after it hears of that plan."""
@@ -209,8 +200,7 @@ DRAINING_S_MAX: Final = 120.0
 """Longest wait of a group for a removed member that still drains: twice the longest drain. Without this limit, a member
 that claims for ever to drain would stop the group from reducing."""
 DIGESTS_OF_ONE_MAX: Final = 32
-"""Most versions for which we keep one member's digest. Its group waits for its digest if it lags by half as many or
-less."""
+"""Most versions for which we keep a member's digest. Its group waits for a digest that is at most half as many late."""
 DIGEST_CHARS_MAX: Final = 64
 """Most characters of a digest in hex. Ours have 32."""
 OPEN_STEPS_MAX: Final = 256
@@ -237,16 +227,13 @@ SAVES_OF_ONE_MAX: Final = 4
 KEEPING_SHARE: Final = 0.5
 """Largest share of the time, in the long run, that a peer spends on fetching copies of one member's state."""
 KEEPING_AT_ONCE_S: Final = 60.0
-"""Seconds by which a member's copies may be ahead of `KEEPING_SHARE` (60 s allow 30 s of fetching), for its last
-copy."""
+"""Seconds that a member's copies may be ahead of `KEEPING_SHARE` (30 s of fetching), for the copy before it leaves."""
 KEEPING_S_MIN: Final = 1.0
-"""A copy that was fetched in less time than this counts as this long under `KEEPING_SHARE`: it costs disk
-operations."""
+"""Fetching a copy counts as at least this long under `KEEPING_SHARE`, since each copy costs disk operations."""
 PINNED_S_MAX: Final = 1800.0
 """Longest time that a version is kept for peers that read it, however often they ask: enough for 1.8 GB at 1 MB/s."""
 PINNED_VERSIONS_MAX: Final = 4
-"""Most versions kept (pinned) at a time for the peers that fetch them. Further peers get the newest of these, or a
-refusal if they ask for a snapshot."""
+"""Most versions kept (pinned) at a time. Further peers get the newest, or a refusal if they want a stored snapshot."""
 PINNED_BYTES_MAX: Final = 2 * 1024**3
 """Most bytes of all pinned versions (kept for the peers that fetch them). A single version is kept however large."""
 REPLAYED_BYTES_MAX: Final = 1024**3

@@ -29,8 +29,7 @@ from shoal.protocol.limits import CERTIFICATE_BYTES_MAX, PEERS_MAX
 from shoal.protocol.statement import sign_statement, statement_holds
 
 RENEWED_FOR_S = 30 * 24 * 3600
-"""Seconds for which a renewed certificate is valid: a member may be away for three quarters of it without a new
-invite."""
+"""Seconds for which a renewed certificate is valid: a member may be away for three quarters of it."""
 
 
 class AccessLevel(IntEnum):
@@ -156,8 +155,7 @@ class Excluded(NamedTuple):
     readmitted: Set[bytes] = frozenset()
     """Keys that the owner has readmitted: such a member may enter even if its invite is excluded."""
     came_by: Mapping[bytes, bytes] = {}
-    """Key of an excluded member -> key of its invite, if known. The member occupies a seat of the invite while
-    excluded."""
+    """Excluded member's key -> its invite's key, if known. While excluded, the member takes a seat of the invite."""
 
 
 class Members:

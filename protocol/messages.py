@@ -217,8 +217,7 @@ class HeartbeatReply(_Message, frozen=True):
     beside: tuple[PeerID, ...] = ()
     """Peers (at most `TOGETHER_MAX`) that claim to share the receiver's network card, to measure it together."""
     in_doubt: bool = False
-    """The run is far slower than predicted from the known figures: training frames on a busy link now count as a
-    probe."""
+    """The run is far slower than known figures predict: training frames on a busy link now count as a probe."""
 
 
 class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
@@ -348,8 +347,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """One entry per number of stages: (that number, smoothed log(measured / now predicted speed), measured steps)."""
     era: int
     steady_from: int
-    """Version of `era` from which the live layout's speed is measured: some steps after all members are ready; -1:
-    none."""
+    """Version of `era` from which the live layout's speed is measured, once all members are ready; -1: none."""
     noted: float = 0.0
     """Measured / predicted speed when the last search for a better layout began, or when first known; 0: unknown."""
     factor_then: float = 1.0
@@ -488,8 +486,7 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recently measured tokens/s, without standstills; 0: too few steps so far."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Tokens/s predicted from current figures of devices and links; for synchronous steps, while the run makes
-    these."""
+    """Tokens/s predicted from current figures; for synchronous steps, while the run makes these."""
     bound: str = ""
     """The bottleneck of a step by this prediction (`protocol.plan.Bound`)."""
     stage: int = 0
@@ -829,8 +826,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     start: int
     stop: int
     via: PeerID | None = None
-    """The holder from which the receiver is to fetch the elements and pass them on; None: the receiver has them
-    itself."""
+    """Holder from which the receiver is to fetch the elements and pass them on; None: the receiver has them."""
     base: int = -1
     """The version of the sender's bf16 parameters, if the receiver has offered the difference to that version
     (`StateOffer.base`); -1: send full values."""
@@ -1098,8 +1094,7 @@ class ProbeChunk(_Message, frozen=True):
     """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
-    """Number of the probe, >= 0, which the answer repeats. -1: the receiver starts its clock; other numbers below 0:
-    filler."""
+    """Number of the probe, which the answer repeats. -1: the receiver starts its clock; others below 0: filler."""
     echo: bool
     took_s: float = 0.0
     """In an answer: seconds from the frame with nonce -1 to the frame that is answered, as they arrived."""

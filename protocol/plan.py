@@ -162,8 +162,7 @@ class Plan(
     """Versions that the run may restore, each for one group's layers. New entries are signed by members of the previous
     plan."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """The members with a vote, as positions in `members`: one tuple for each invite. Empty: all, each as its own
-    group."""
+    """The voting members' positions in `members`, a tuple for each invite. Empty: all vote, each as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -241,8 +240,7 @@ class Plan(
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """Return the sequence of the first plan of the unbroken row in which `peer` holds its stage; without a stage,
-        this plan's."""
+        """Return the sequence of the plan since which `peer` has held its stage; without a stage, this plan's."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
@@ -281,8 +279,7 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the first plan of the unbroken row in which `peer` is in `group`; if it is not, this
-        plan's."""
+        """Return the sequence of the plan since which `peer` has been in `group`; if it is not in it, this plan's."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property

@@ -71,7 +71,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return a lower bound of the share of the uncommitted step's gradients that is back when a stale microbatch
+        """Return the least share of the uncommitted step's gradients that has returned when a stale microbatch
         begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
@@ -126,8 +126,7 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the steps ahead and the g with the shortest time to a given loss; of equal ones, those with more steps
-    ahead.
+    """Return the k and g with the shortest time to a given loss; of equal choices, the one with more steps ahead.
 
     Args:
         s_max: the most steps that a microbatch may run ahead of its weights.

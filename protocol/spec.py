@@ -433,8 +433,7 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: snapshots by time alone."""
     snapshot_interval_s: float = 300.0
-    """Seconds after which a snapshot is due anyway: the work lost if all peers lose power at once. 0: by steps
-    alone."""
+    """Most seconds between snapshots, and so of work lost if all peers lose power at once. 0: by steps alone."""
     open: bool = False
     """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
@@ -481,8 +480,7 @@ class WireSpec(_Section, frozen=True):
     """Format of activations between stages; state always travels in fp32. "auto": for each cut between stages, each
     plan chooses 8 bits per number if steps wait for these activations, else bf16 (`Plan.formats`)."""
     activation_gradients: WireFormat | None = None
-    """Format of the activations' gradients. None: as the activations, but at least 6 bits: gradients tolerate less
-    rounding."""
+    """Format of the activations' gradients. None: as the activations, at least 6 bits: they tolerate less rounding."""
     gradients: WireFormat | Literal["auto"] = "fp32"
     """Format of parameter gradients in a reduction: of the members' sums and of the mean; they are added in fp32.
     "auto": for each stage, each plan chooses 4 bits per number if steps wait for its reduction, else 8."""

@@ -112,8 +112,7 @@ class _Rate:
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 
     def fills(self, backlog_bytes: float, round_trip_s: float) -> bool:
-        """True if this backlog of queued bytes keeps the line busy: at least a round trip's worth at the recent
-        rate."""
+        """True if so many queued bytes keep the line busy: a round trip's worth at the recent rate, or more."""
         return backlog_bytes >= max(self._least_bytes / 2, self.bytes_per_s * round_trip_s)
 
     @property

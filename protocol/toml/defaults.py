@@ -48,8 +48,7 @@ STAGES_FED: Final = 3
 """Number of stages that a step's microbatches are to keep busy if a run leaves the number of stages open. A swarm with
 more stages still works: at two microbatches a stage, six stages are busy."""
 _SAID_MAX: Final = 2**40
-"""Largest number in a run file that the rules read. Larger ones are left to the decoder: it refuses them in every
-field."""
+"""Largest number that the rules read in a run file. The decoder refuses larger ones in every field."""
 
 
 Model = ModelSpec | SimpleNamespace
