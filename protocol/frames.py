@@ -163,8 +163,7 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Counts the bytes of one direction's DATA frames that are sent and not yet handled. Each end keeps such a
-    count."""
+    """Counts the bytes of one direction's DATA frames that are sent and not yet handled. Each end counts."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes

@@ -151,8 +151,7 @@ less than a home's uplink: 2.4 Mbit/s at 1 % loss and a round trip of 60 ms."""
 LANES_OF_ALL_MAX: Final = 256
 """Most lanes (TCP connections) of all of a peer's streams: each is an open file, and a process may often have 1,024."""
 WAITING_LANES_OF_ADDRESS_MAX: Final = 16
-"""Most unauthenticated lanes (TCP connections) of an address: two members behind a router may dial all theirs at
-once."""
+"""Most unauthenticated lanes (TCP connections) of an address: two members behind it may dial all theirs at once."""
 LANE_PIECES_HELD_MAX: Final = 1 << 16
 """Most pieces of a stream's frames that wait for an earlier piece: credit allows 64 MiB, some thousand pieces."""
 

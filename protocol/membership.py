@@ -279,7 +279,7 @@ class Members:
         return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
     def exclude(self, excluded: Excluded) -> None:
-        """Replace the excluded keys. Excluded members, and members of excluded invites that are not readmitted, become
+        """Replace the excluded keys: peers with these keys, and not readmitted members of these invites, become
         strangers."""
         before, self.excluded = self.excluded, excluded
         if not before.keys >= excluded.keys:

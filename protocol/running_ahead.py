@@ -71,8 +71,7 @@ class Measured:
         return self.microbatches / self.rate_per_s
 
     def seen(self, gain: float) -> float:
-        """Return the least share of the uncommitted step's gradients that has returned when a stale microbatch
-        begins."""
+        """Return the least share of the uncommitted step's gradients that is back when a stale microbatch begins."""
         flying_s = gain * self.round_trip_s
         while_flying = flying_s / (self.commit_s + flying_s)
         return 1.0 - min(1.0, self.rate_per_s * flying_s / self.microbatches) * while_flying

@@ -433,7 +433,8 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: snapshots by time alone."""
     snapshot_interval_s: float = 300.0
-    """Most seconds between snapshots, and so of work lost if all peers lose power at once. 0: by steps alone."""
+    """Seconds after which a snapshot is due anyway: about the most that is lost if all peers lose power. 0: by steps
+    alone."""
     open: bool = False
     """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
