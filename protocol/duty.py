@@ -36,7 +36,7 @@ class Duty:
         self._credit_s -= seconds
 
     def spend_beside(self, seconds: float) -> None:
-        """Record seconds of other work of this program."""
+        """Record seconds of other work of this program, as a debt that device time repays."""
         self._beside_s += seconds
 
     def rest_s(self, now_s: float) -> float:

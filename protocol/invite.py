@@ -86,7 +86,7 @@ class Invite(msgspec.Struct, frozen=True):
     owner: PeerID
     addresses: tuple[str, ...]
     key: InviteKey | None = None
-    """The key that certifies newcomers; None: the run is open to anyone."""
+    """The key with which newcomers certify themselves; None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
         """Return the certificate of `member`; empty if `member` is the owner or the run is open."""

@@ -344,19 +344,21 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """One entry per number of stages: (that number, smoothed log(measured / now predicted speed), measured steps)."""
+    """(number of stages, smoothed log(measured speed / speed by current figures), steps measured), one for each
+    number."""
     era: int
     steady_from: int
     """Version of `era` from which the live layout's speed is measured, once all members are ready; -1: none."""
     noted: float = 0.0
-    """Measured / predicted speed when the last search for a better layout began, or when first known; 0: unknown."""
+    """The live layout's measured / predicted speed when the last search began, or when first known; 0: unknown."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """Each recent earlier layout's log(measured tokens/s / tokens/s that its first plan predicted)."""
+    """For each recent earlier layout: log(measured tokens/s / tokens/s that its first plan predicted)."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
-    """Mean, mean deviation and recent maximum of a peer's heartbeat gaps (`coordinator/adaptive_timeout.py`)."""
+    """Mean, mean deviation and recent maximum of the times between a peer's heartbeats
+    (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float
@@ -437,7 +439,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """Planned share of its stage's microbatches, in [0, 1]; 0 for a spare."""
     flop_per_s: float = 0.0
     paused_s: float | None = None
-    """`paused_s`, `shortages` and `light` are copied from the peer's heartbeat."""
+    """Seconds since the peer paused; None: not paused. Like `shortages` and `light` copied from its heartbeat."""
     shortages: int = 0
     light: tuple[int, int] | None = None
 
@@ -774,7 +776,7 @@ class StateOffer(EraMessage, frozen=True):
     signatures: tuple[tuple[PeerID, bytes], ...] = ()
     """The holders' signatures (`Attestation`) on the root of these digests, for a newcomer of the group."""
     base: int = -1
-    """The requested `base` if the sender has that version and can send the difference to it; else -1."""
+    """The request's `base`, if the sender has that version and can send only the difference from it; else -1."""
 
 
 class Keep(EraMessage, frozen=True):

@@ -38,7 +38,7 @@ UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Pause between two dials, as a fraction of the peer's absence so far: 3 s after a minute."""
+"""Time from the start of a dial to the next one, as a fraction of the peer's absence so far: 3 s after a minute."""
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
 """Timeouts of successive dials, used in turn. A dial that lasts longer than libp2p's own limit of five seconds blocks
@@ -154,7 +154,7 @@ class Reconnection:
         return True
 
     def refused(self, peer: PeerID, now_s: float) -> None:
-        """Record that the network daemon itself dialled a peer and was refused."""
+        """Record that a dial by the network daemon, not by us, was refused at the peer's address."""
         if peer not in self._absent:
             self.lost(peer, now_s)
         if peer in self._absent:

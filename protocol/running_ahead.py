@@ -86,7 +86,7 @@ class Choice:
     """How many steps stage 0 runs ahead, with the expected step time and staleness."""
 
     steps_ahead: int
-    """k: the most steps that a microbatch may be ahead; 0: synchronous."""
+    """k: the most steps that a microbatch may begin ahead of its weights' version; 0: synchronous."""
     gain: float
     """g: a later step's microbatches begin only while fewer than g r R are in flight; r R of them fill the pipeline."""
     step_s: float

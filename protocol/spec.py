@@ -93,7 +93,6 @@ class ModelSpec(_Section, frozen=True):
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
-    """Epsilon inside RMSNorm."""
     num_experts: int = 0
     """Experts E in every decoder layer in place of its SwiGLU; 0: a dense model."""
     experts_per_token: int = 2
@@ -186,7 +185,6 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return self.dim // self.num_heads if self.head_size is None else self.head_size
 
     @property
@@ -239,7 +237,7 @@ class DataSpec(_Section, frozen=True):
     """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON, CSV,
     Parquet), or `hf:NAME`, a data set of the Hugging Face hub."""
     validation_fraction: float = 0.05
-    """Share of the text that is kept for validation."""
+    """Share of the text that is kept for validation and not trained on, in (0, 0.5)."""
     digest: str = ""
     """BLAKE3 of the prepared text, filled in by the host; of several sources, their digests joined by +. Peers of stage
     0 must have this text."""
@@ -325,7 +323,7 @@ class DataSpec(_Section, frozen=True):
 
 
 SOURCES_MAX = 16
-"""Data sources of a run: its spec, with the digest of each source, must fit into a directory record."""
+"""Most data sources of a run: its spec, with a digest of each source, must fit into a directory record."""
 BETWEEN_DIGESTS = "+"
 _OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
 """Fields of `DataSpec` that, with several sources, stand in each `SourceSpec` instead."""
@@ -433,8 +431,7 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: snapshots by time alone."""
     snapshot_interval_s: float = 300.0
-    """Seconds after which a snapshot is due anyway: about the most that is lost if all peers lose power. 0: by steps
-    alone."""
+    """Seconds after which a snapshot is due anyway, so that a power cut costs little more. 0: by steps alone."""
     open: bool = False
     """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
@@ -465,11 +462,11 @@ class SwarmSpec(_Section, frozen=True):
 
     @property
     def stages_max(self) -> int | None:
-        """Upper bound of the number of stages; None: no bound."""
+        """Largest number of stages that a plan may have; None: "auto", any number."""
         return None if self.stages == AUTO_STAGES else self.stages
 
     def stages_for(self, num_peers: int) -> int | None:
-        """Return the number of stages for `num_peers` peers; None: the coordinator chooses, at most one per peer."""
+        """Return the spec's number of stages. None: it is "auto" or above `num_peers`, and the coordinator chooses."""
         stages = self.stages_max
         return stages if stages is not None and stages <= num_peers else None
 
@@ -591,7 +588,6 @@ class RunSpec(_Section, frozen=True):
     """
 
     name: str = "shoal"
-    """The run's name, for people."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)

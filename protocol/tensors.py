@@ -39,7 +39,7 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> norms. `post_attention_layernorm` is applied after the residual sum in "pre", else before it."""
+"""`decoder.norms` -> a layer's norms. In "pre" `post_attention_layernorm` is after the residual sum, else before."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
@@ -121,13 +121,13 @@ def router_name(model: ModelSpec, index: int) -> str:
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Return (elements in matrices, in norms and biases) of a layer, or of a unit (trunk or one expert) of it."""
+    """Return (number of elements in matrices, in norms and biases) of a layer, or of a unit (trunk or one expert)."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Return (elements in matrices, in norms and biases) of a decoder layer without experts or feed-forward."""
+    """Return (elements in matrices, in norms and biases) of a decoder layer, less its experts or feed-forward."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")

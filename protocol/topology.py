@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 DEFAULT_FLOP_PER_S = 45e12
-"""Default speed of a device: that of a V100 in fp16, as the DT-FM paper measured it."""
+"""Default speed of a device in FLOP/s: that of a V100 in fp16, as the DT-FM paper measured it."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
 """The most unread fields that a note lists by name; of further fields it gives the number."""

@@ -171,7 +171,7 @@ class UplinkWindow:
 
     @property
     def bytes_per_s(self) -> float:
-        """The line's highest recent rate."""
+        """The line's highest recent delivery rate; 0: none was measured yet."""
         return self._rate.bytes_per_s
 
     @property
@@ -183,7 +183,6 @@ class UplinkWindow:
         return self._paths[name].backlog_bytes > 0.0
 
     def forget(self, name: str) -> None:
-        """Forget a closed connection."""
         self._paths.pop(name, None)
 
     def look(self, connections: Mapping[str, UplinkConnection], *, now_s: float) -> None:
