@@ -32,7 +32,7 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
     invites: tuple[bytes, ...] = ()
-    """For each of `keys` the key of an invite: of the member's invite for a member's key, the same key for an invite's
+    """The key of an invite for each of `keys`: of the member's invite for a member's key, the same key for an invite's
     key, empty bytes if unknown. The whole tuple is empty in orders of earlier versions."""
     readmitted: tuple[int, ...] = ()
     """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""

@@ -353,7 +353,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """The live layout's measured / predicted speed when the last search began, or when first known; 0: unknown."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """For each recent earlier layout: log(measured tokens/s / tokens/s that its first plan predicted)."""
+    """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
@@ -1099,7 +1099,7 @@ class ProbeChunk(_Message, frozen=True):
     """Number of the probe, which the answer repeats. -1: the receiver starts its clock; others below 0: filler."""
     echo: bool
     took_s: float = 0.0
-    """In an answer: seconds from the frame with nonce -1 to the frame that is answered, as they arrived."""
+    """Seconds, set in answers: from the arrival of the frame with nonce -1 to that of the answered frame."""
 
 
 # fmt: off
