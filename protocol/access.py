@@ -33,9 +33,9 @@ class Role(Enum):
     PLANNED = auto()
     """A member (also a spare, which holds no layers) of one of the last `PLANS_SERVED` plans that this peer obeyed."""
     GROUP_MEMBER = auto()
-    """The sender holds the same stage or the same experts as we do."""
+    """A member with our stage or expert; its place and ours may be in different plans of the last `PLANS_SERVED`."""
     NEAR = auto()
-    """The sender is a group member, or holds the stage before ours or after it."""
+    """A member with our stage or a neighbouring one, under these plans as well. Sharing an expert does not count."""
     OWNER = auto()
 
 
@@ -129,7 +129,7 @@ class Verdict(Enum):
     ALLOWED = auto()
     REFUSED = auto()
     WAIT = auto()
-    """Refuse the message unless a plan arrives that gives its sender the role."""
+    """Let the message wait; refuse it unless a plan that gives its sender the role arrives in time."""
 
 
 class Gate:
@@ -168,7 +168,7 @@ class Gate:
         return bool(self._plans)
 
     def is_planned(self, peer: PeerID) -> bool:
-        """True if one of the last `PLANS_SERVED` plans has `peer` as a member."""
+        """True if `peer` is a member, or a spare, in one of the last `PLANS_SERVED` plans that we obeyed."""
         return peer in (self.members.planned or ())
 
     def may_sign(self, signer: PeerID, kind: type) -> bool:

@@ -20,7 +20,7 @@ JURY = 15
 _ENCODER = msgspec.msgpack.Encoder()
 
 Proofs = tuple[tuple[str, str], ...]
-"""(layer, digest of the layer's state) for each layer of a group, in order."""
+"""One (key of the layer, digest of the layer's state) for each layer of a group, in the layers' order."""
 
 
 def root_of(proofs: Iterable[tuple[str, str]]) -> str:
@@ -69,7 +69,7 @@ class Certified(_Proven, frozen=True):
 
     @cached_property
     def bare(self) -> "Certified":
-        """This certificate without signatures."""
+        """This entry without signatures, as later plans carry it."""
         return msgspec.structs.replace(self, signatures=()) if self.signatures else self
 
 

@@ -9,7 +9,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 import msgspec
 
 _READ_MAX: Final = 256
-"""Limits of the search for misspellings: it reads at most this many names of a table, and no name with more letters."""
+"""The search for misspellings reads at most this many names of a table, and no name that has more letters than this."""
 _SLIP: Final = 0.9
 """Least similarity (`difflib`) at which an unknown field counts as a misspelling of a known field, in files that may
 have extra fields: `num_layer` for `num_layers` (0.95) counts, `num_devices` for `devices` (0.78) does not."""
@@ -102,7 +102,7 @@ def _table(path: str) -> str:
 
 
 def _type_at(kind: Any, path: str) -> Any:
-    """Return the type of the field of struct `kind` at `path`, such as `a.b` or `a[0].b`; None: no such field."""
+    """Return the type of the field at `path` (such as `a.b` or `a[0].b`) in the struct `kind`; None: no such field."""
     for part in filter(None, path.split(".")):
         if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
             return None

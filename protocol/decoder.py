@@ -80,7 +80,7 @@ class RopeScaling(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
 
     @property
     def turned_factor(self) -> float:
-        """The factor by which cosines and sines are multiplied."""
+        """The factor by which the rotary cosines and sines are multiplied; without `attention_factor` 1 if not yarn."""
         if self.attention_factor is not None:
             return self.attention_factor
         return yarn_factor(self.factor) if self.kind == "yarn" else 1.0
@@ -100,9 +100,9 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     """Attention projections that have a bias. "qkv": queries, keys and values; "all": also the output projection."""
     mlp_bias: bool = False
     qk_norm: Literal["none", "head", "projection"] = "none"
-    """Normalisation of queries and keys before the rotation: over each head, or over the whole projection."""
+    """RMSNorm of queries and keys before the rotation: none, of each head by itself, or of the whole projection."""
     norms: Literal["pre", "post", "both"] = "pre"
-    """Norm placement at attention and feed-forward: before, after (within the residual branch), or both."""
+    """Place of the norms of attention and feed-forward: before, after (but before the residual sum), or both."""
     norm_plus_one: bool = False
     """A norm multiplies by 1 + w instead of w, so that its weights lie around 0."""
     activation: Literal["silu", "gelu_tanh"] = "silu"
@@ -110,7 +110,7 @@ class DecoderSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     window: int = 0
     """Sliding attention window in tokens, including the token itself; 0: full causal attention."""
     full_layers: tuple[int, ...] = ()
-    """The decoder layers that use full attention despite `window`."""
+    """Indices of the decoder layers that use full attention although `window` is set."""
     window_rope_theta: float | None = None
     """Base of the (unscaled) rotary frequencies in layers with a window. None: as in the other layers."""
     score_dim: int | None = None
@@ -139,7 +139,7 @@ LLAMA: Final = DecoderSpec()
 
 
 _ANY: Final = None
-"""Entry of a family in `FAMILIES`: the option may have any value."""
+"""Stands in `FAMILIES` in place of an option's allowed values: the option may have any value."""
 _BIASES: Final = {"attention_bias": ("none", "all")}
 _ROTARY: Final = {"rope": _ANY}
 _HEADS: Final = {"head_size": _ANY}

@@ -10,7 +10,7 @@ from shoal.protocol.ports import Disk, Payload
 logger = logging.getLogger(__name__)
 
 RESERVED: Final = 2**36
-"""Number of sequence numbers that one process reserves: enough for nineteen hours at a million messages a second."""
+"""Sequence numbers that a process reserves at its start: enough for nineteen hours at a million messages a second."""
 
 
 def replace_file(disk: Disk, path: PurePosixPath, content: Payload) -> None:

@@ -27,7 +27,7 @@ class Duty:
             raise ValueError(f"a share of a device's time must be in (0, 1], is {share}")
         self._share = share
         self._credit_s = 0.0
-        """Seconds that the device may work without a rest; negative: it has worked more than its share."""
+        """Seconds of device time in the bucket; negative: the device has worked more than its share, and must rest."""
         self._beside_s = 0.0
         self._at_s: float | None = None
 
@@ -36,7 +36,7 @@ class Duty:
         self._credit_s -= seconds
 
     def spend_beside(self, seconds: float) -> None:
-        """Record seconds of other work of this program."""
+        """Record seconds of other work of this program, as a debt that device time repays."""
         self._beside_s += seconds
 
     def rest_s(self, now_s: float) -> float:

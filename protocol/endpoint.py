@@ -34,7 +34,7 @@ from shoal.protocol.seals import SEALS, Seals
 logger = logging.getLogger(__name__)
 
 _Address = tuple[type, int | None]
-"""(message type, group's number in the plan) of a handler. None: the handler serves all other messages of the type."""
+"""(message type, number of a group in the plan) of a handler; None: it serves groups without a handler of their own."""
 _MessageHandler = Callable[[PeerID, Any], Awaitable[msgspec.Struct]]
 _FrameHandler = Callable[[PeerID, Any, Payload], Awaitable[None]]
 H = TypeVar("H")
@@ -112,7 +112,7 @@ class Endpoint:
     def on(
         self, kind: type[M], handler: Callable[[PeerID, M], Awaitable[msgspec.Struct]], *, stage: int | None = None
     ) -> None:
-        """Answer messages of type `kind` with `handler`, which may return a `Refusal` or raise `Refused` with a reason.
+        """Answer messages of type `kind` with `handler`. To decline, it returns a `Refusal` or raises `Refused`.
 
         Args:
             stage: handle messages of this group (their field `stage`); None: of every group without its own handler.
@@ -178,7 +178,7 @@ class Endpoint:
         priority: Priority,
         again: msgspec.Struct | None = None,
     ) -> None:
-        """Send one tensor frame to `peer`.
+        """Send one tensor frame (`payload` under the header `meta`) to `peer`.
 
         Args: again: the header for one repetition, if the stream breaks before the frame is known to be handled; None:
             the frame is not repeated.

@@ -45,7 +45,7 @@ _DECODER = msgspec.msgpack.Decoder(Envelope)
 
 
 def is_direct(domain: Domain) -> bool:
-    """True if envelopes of this domain ("call", "record", ...) never leave one connection, and so need no signature."""
+    """True if the domain is "call" or "reply": such envelopes never leave one connection, and so need no signature."""
     return domain in _DIRECT
 
 
@@ -98,7 +98,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[T], data: bytes, source: PeerID, wh
 
 
 class ReplayGuard:
-    """Refuses replays: takes a sender's sequence number once, and only within `REPLAY_WINDOW` of its highest one."""
+    """Accepts each sequence number of a sender once, and only if it is less than `REPLAY_WINDOW` below the highest."""
 
     def __init__(self) -> None:
         self._seen: OrderedDict[PeerID, tuple[int, set[int]]] = OrderedDict()

@@ -32,8 +32,8 @@ class Exclusion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_l
     """Digest of the plan that names the electors; empty for the owner's order."""
     votes: tuple[tuple[int, bytes], ...] = ()
     invites: tuple[bytes, ...] = ()
-    """The key of an invite for each of `keys`: for a member's key, the member's invite; for an invite's key, that same
-    key; empty bytes: unknown. Orders of earlier versions leave this tuple empty."""
+    """The key of an invite for each of `keys`: of the member's invite for a member's key, the same key for an invite's
+    key, empty bytes if unknown. The whole tuple is empty in orders of earlier versions."""
     readmitted: tuple[int, ...] = ()
     """Positions in `keys` of readmitted keys, sorted. Only the owner's orders have any."""
     number: int = 0
@@ -81,7 +81,8 @@ def order_exclusion(
 
 
 def in_force(orders: Iterable[Exclusion]) -> Excluded:
-    """Return the excluded and readmitted keys of valid orders; the owner's newest order overrides all other orders."""
+    """Return the keys that valid orders exclude (also each invite of two excluded members) and those that the owner's
+    newest order readmits; this order overrides all other orders."""
     is_out: dict[bytes, bool] = {}
     came_by: dict[bytes, bytes] = {}
     for order in sorted(orders, key=lambda order: (bool(order.signature), order.number)):

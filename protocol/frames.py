@@ -163,7 +163,7 @@ def _short_hash(fields: bytes | memoryview) -> int:
 
 
 class CreditWindow:
-    """Counts the bytes of a stream's frames that are sent and not yet handled. Each end keeps such a count."""
+    """Counts the bytes of one direction's DATA frames that are sent and not yet handled. Each end counts."""
 
     def __init__(self, limit_bytes: int = STREAM_CREDIT_BYTES) -> None:
         self.limit_bytes = limit_bytes
@@ -224,7 +224,7 @@ class FrameAssembler:
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the present frame that have not arrived yet; 0 until the frame's header is complete."""
+        """Bytes still missing of the frame that is arriving; 0 until its header is complete."""
         if self._header is None:
             return 0
         return len(self._part) - self._filled + sum(len(part) for part, _ in self._parts)
@@ -311,7 +311,7 @@ class FrameOrder:
         self._early: dict[int, Frame] = {}
 
     def put(self, frame: Frame) -> Iterator[Frame]:
-        """Add `frame`, and yield all frames that are now next in order. Raises: RemoteError: a repeated number."""
+        """Add a received frame; yield the frames that are now next in order. Raises: RemoteError: a repeated number."""
         if frame.sequence < self._next or frame.sequence in self._early:
             raise RemoteError(self._source, f"sent frame {frame.sequence} twice")
         self._early[frame.sequence] = frame

@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from shoal.protocol.errors import LocalError
 
 PeerID = NewType("PeerID", str)
-"""Base58 of the libp2p peer ID, `12D3KooW…`."""
+"""A libp2p peer ID in Base58, such as `12D3KooW…`; it contains the peer's public key."""
 
 # identity multihash (code 0x00, length 0x24) of PublicKey{type: Ed25519 = 1, data: 32 bytes}
 _PEER_ID_PREFIX = bytes.fromhex("002408011220")

@@ -27,7 +27,7 @@ from shoal.protocol.limits import ADDRESS_CHARS_MAX, ADDRESSES_MAX, PROTOCOL_VER
 from shoal.protocol.membership import Delegation, Members, certify, delegate, delegation_holds
 
 PREFIX = "shoal1"
-"""Base58 has no l, so the prefix cannot occur inside an invite."""
+"""Start of each invite's text. Base58 has no l, so it cannot occur further inside."""
 _CHECK_BYTES = 4
 _RUN_BYTES, _KEY_BYTES = 8, 32
 _IS_OWNER = 128
@@ -86,7 +86,7 @@ class Invite(msgspec.Struct, frozen=True):
     owner: PeerID
     addresses: tuple[str, ...]
     key: InviteKey | None = None
-    """The key that certifies newcomers; None: the run is open to anyone."""
+    """The key with which newcomers certify themselves; None: the run is open to anyone."""
 
     def certificate_of(self, member: PeerID) -> bytes:
         """Return the certificate of `member`; empty if `member` is the owner or the run is open."""
@@ -95,7 +95,7 @@ class Invite(msgspec.Struct, frozen=True):
         return certify(Identity(self.key.seed), self.key.delegation, member, run=self.run)
 
     def members_for(self, me: PeerID) -> Members:
-        """Return the first `Members` of a new peer `me`: they know only the owner and the peer's certificate."""
+        """Return the `Members` with which a new peer `me` begins: they know the owner and our own certificate only."""
         return Members(self.run, self.owner, certificate=self.certificate_of(me), is_open=self.key is None)
 
     def encode(self) -> str:
@@ -184,7 +184,8 @@ def is_open(addresses: Iterable[str]) -> bool:
 
 
 def worth_telling(addresses: Iterable[str]) -> tuple[str, ...]:
-    """Order addresses for an invite: public ones, then private ones, loopback addresses only if there are no others."""
+    """Return the addresses to put into an invite: host names, relays and public ones, then private ones; loopback and
+    link-local ones only if there are no others."""
     ranked = [(_rank(address), address) for address in addresses]
     best = min((rank for rank, _ in ranked), default=0)
     kept = [(rank, address) for rank, address in ranked if rank < _LOOPBACK or best >= _LOOPBACK]

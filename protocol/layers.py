@@ -17,7 +17,7 @@ TRUNK: Final = "trunk"
 
 
 def layer_index(key: str) -> int:
-    """Return the i of the key "layers.i". Raises: ValueError: `key` is of another kind."""
+    """Return the number i of the decoder layer with the key "layers.i". Raises: ValueError: `key` has another form."""
     prefix, _, index = key.partition(".")
     if prefix != "layers" or not index.isdecimal():
         raise ValueError(f"{key!r} is not the key of a decoder layer")
@@ -64,7 +64,7 @@ def expert_keys(first: int, last: int, expert: int) -> tuple[str, ...]:
 
 
 def held_keys(model: ModelSpec, *, placed: bool) -> tuple[str, ...]:
-    """Return all keys of a run's state. Args: placed: True if experts are placed on members of their own."""
+    """Return all keys of a run's state: of its layers, or of its units if experts are `placed` on their own members."""
     if not placed:
         return all_layer_keys(model)
     experts = (expert_keys(0, model.num_layers, expert) for expert in range(model.num_experts))

@@ -29,7 +29,7 @@ from shoal.protocol.limits import CERTIFICATE_BYTES_MAX, PEERS_MAX
 from shoal.protocol.statement import sign_statement, statement_holds
 
 RENEWED_FOR_S = 30 * 24 * 3600
-"""Seconds for which a renewed certificate is valid: a member may be away almost this long without a new invite."""
+"""Seconds for which a renewed certificate is valid: a member may be away for three quarters of it."""
 
 
 class AccessLevel(IntEnum):
@@ -47,7 +47,7 @@ class Delegation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_
 
     key: bytes
     expires_s: int
-    """Expiry of the invite's certificates, in seconds since 1970; 0: they do not expire."""
+    """When the invite's certificates expire, in seconds since 1970; 0: never."""
     seats: int
     """Members that the invite allows at a time; 0: any number."""
     may_train: bool
@@ -71,11 +71,11 @@ class Certificate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array
     signature: bytes
     """Signature with the invite's key; in a renewed certificate, with the owner's key."""
     renewed_to_s: int = 0
-    """Expiry of a renewed certificate, seconds since 1970; 0: it is not renewed and expires with its invite."""
+    """When a renewed certificate expires, in seconds since 1970; 0: it was not renewed and expires with its invite."""
 
     @property
     def ends_s(self) -> int:
-        """Expiry, seconds since 1970; 0: none."""
+        """When the certificate expires, in seconds since 1970; 0: never."""
         return self.renewed_to_s or self.delegation.expires_s
 
 
@@ -155,7 +155,7 @@ class Excluded(NamedTuple):
     readmitted: Set[bytes] = frozenset()
     """Keys that the owner has readmitted: such a member may enter even if its invite is excluded."""
     came_by: Mapping[bytes, bytes] = {}
-    """Excluded member -> its invite's key, if known: the member counts against the invite's seats for ever."""
+    """Excluded member's key -> its invite's key, if known. While excluded, the member takes a seat of the invite."""
 
 
 class Members:
@@ -183,7 +183,7 @@ class Members:
         """Members of recently obeyed plans: they stay members if their certificates expire. None: this peer knows no
         plan, and so accepts every expired certificate."""
         self.guests: deque[PeerID] = deque(maxlen=64)
-        """Peer IDs of commands that run on this machine; these have a member's permissions."""
+        """Peer IDs of `shoal` commands that run on this machine and have a member's permissions; the newest 64."""
         self._own_invite = _CERTIFICATES.decode(certificate).delegation.key if certificate else b""
         self.excluded = Excluded()
         self.on_exclusion: list[Callable[[], None]] = []
@@ -210,7 +210,7 @@ class Members:
         return self._gives(peer, shown) if shown is not None else AccessLevel.STRANGER
 
     def why_stranger(self, peer: PeerID) -> str:
-        """Return why `peer` is a stranger; empty: `peer` has shown no certificate."""
+        """Return why `peer`, which is a stranger, has no permissions; empty: it has shown no certificate."""
         if self.is_excluded(peer):
             return "you are excluded from this run"
         shown = self._in_use(peer)
@@ -275,11 +275,12 @@ class Members:
     # --- exclusion ---
 
     def excludes_us(self, me: PeerID) -> bool:
-        """True if our own key, or our invite (so all of its members), is excluded."""
+        """True if our own key is excluded, or our invite while we are not readmitted. False if we are the owner."""
         return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
     def exclude(self, excluded: Excluded) -> None:
-        """Replace the excluded keys: peers with these keys, and members of excluded invites, become strangers."""
+        """Replace the excluded keys: peers with these keys, and not readmitted members of these invites, become
+        strangers."""
         before, self.excluded = self.excluded, excluded
         if not before.keys >= excluded.keys:
             for callback in self.on_exclusion:
@@ -289,7 +290,8 @@ class Members:
         return bool(self.excluded.keys) and self.is_out_by(peer, self.excluded)
 
     def is_out_by(self, peer: PeerID, excluded: Excluded) -> bool:
-        """True if `excluded` names the peer's own key, or an invite that the peer has shown; False for the owner."""
+        """True if `excluded` names the peer's own key, or names an invite that the peer has shown and does not readmit
+        the peer. False for the owner."""
         return peer != self.owner and self._is_out(peer, excluded, self._shown.get(peer, ()))
 
     @staticmethod

@@ -75,7 +75,7 @@ class LinkReport(_Part, frozen=True, array_like=True):
     peer: PeerID
     round_trip_s: float
     bytes_per_s: float
-    """Rate towards `peer`."""
+    """Rate of the link in the direction to `peer`."""
     received_bytes_per_s: float = 0.0
     """Highest rate seen from `peer`, a lower bound of the link's rate."""
     num_probes: int = 0
@@ -119,7 +119,7 @@ class ValidationReport(_Part, frozen=True, kw_only=True):
 
 
 class Holding(_Part, frozen=True):
-    """A complete snapshot on the sender's disk."""
+    """State of whole layers at one version: a snapshot on the sender's disk, or `Heartbeat.carried` in memory."""
 
     era: int
     version: int
@@ -152,8 +152,8 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     synced: bool
     """The sender holds its stage's state and takes traffic."""
     light: tuple[int, int] | None = None
-    """(layers with state, all layers of its stage) if the sender is a learner: a member that trains with weights alone
-    while its state downloads. None: it is no learner."""
+    """(number of layers with state, number of layers of its stage) if the sender is a learner: a member that trains
+    with weights alone while its state downloads. None: it is no learner."""
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
@@ -164,14 +164,14 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     attested: tuple[Attested, ...] = ()
     """Signed digests of versions of the sender's state that its plan does not certify yet."""
     carried: Holding | None = None
-    """State of the last layout that the sender keeps in memory for the layers' new holders."""
+    """State at the end of the last layout, which the sender keeps in memory for the layers' new holders; None: none."""
     unfetched_bytes: int = 0
     """Bytes that the sender must still prefetch for the layout that follows the plan `plan_sequence`: the layers, and
     the gradients of the steps that prefetched layers lack. 0 also if the sender has no room to prefetch."""
     held: tuple[tuple[int, int], ...] = ()
     """(expert group, version) of each expert that the sender holds: the version of the expert's state."""
     loads: tuple[int, ...] = ()
-    """Tokens that the sender's microbatches have sent to each placed expert since the sender joined its stage."""
+    """[expert], tokens that the sender's microbatches sent to each placed expert since the sender joined its stage."""
     silent: tuple[PeerID, ...] = ()
     """Members that the sender cannot reach: a hint for the coordinator to check them sooner."""
     unsound: tuple[PeerID, ...] = ()
@@ -217,7 +217,7 @@ class HeartbeatReply(_Message, frozen=True):
     beside: tuple[PeerID, ...] = ()
     """Peers (at most `TOGETHER_MAX`) that claim to share the receiver's network card, to measure it together."""
     in_doubt: bool = False
-    """The run is far slower than the known devices and links explain: frames on busy links now count as probes."""
+    """The run is far slower than known figures predict: training frames on a busy link now count as a probe."""
 
 
 class TermRequest(_Message, frozen=True, rename={"prevote": "sounding"}):
@@ -344,19 +344,21 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """One entry per number of stages: (that number, smoothed log(measured / now predicted speed), measured steps)."""
+    """(number of stages, smoothed log(measured speed / speed by current figures), steps measured), one for each
+    number."""
     era: int
     steady_from: int
-    """Version of `era` from which the live layout's speed counts, soon after all its places are filled; -1: not yet."""
+    """Version of `era` from which the live layout's speed is measured, once all members are ready; -1: none."""
     noted: float = 0.0
-    """Measured / predicted speed when the last search for a better layout began, or when first known; 0: unknown."""
+    """The live layout's measured / predicted speed when the last search began, or when first known; 0: unknown."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
-    """Each recent earlier layout's log(measured tokens/s / tokens/s that its first plan predicted)."""
+    """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):
-    """Mean, mean deviation and recent maximum of a peer's heartbeat gaps (`coordinator/adaptive_timeout.py`)."""
+    """Mean, mean deviation and recent maximum of the times between a peer's heartbeats
+    (`coordinator/adaptive_timeout.py`)."""
 
     peer: PeerID
     mean_s: float
@@ -437,7 +439,7 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """Planned share of its stage's microbatches, in [0, 1]; 0 for a spare."""
     flop_per_s: float = 0.0
     paused_s: float | None = None
-    """`paused_s`, `shortages` and `light` are copied from the peer's heartbeat."""
+    """Seconds since the peer paused; None: not paused. Like `shortages` and `light` copied from its heartbeat."""
     shortages: int = 0
     light: tuple[int, int] | None = None
 
@@ -486,9 +488,9 @@ class Comparison(_Part, frozen=True, omit_defaults=True):
     """Median of the recently measured tokens/s, without standstills; 0: too few steps so far."""
     steps: int = 0
     today_tokens_per_s: float = 0.0
-    """Tokens/s that current figures predict, for synchronous steps while the run makes these; `sentence` names them."""
+    """Tokens/s predicted from current figures; for synchronous steps, while the run makes these."""
     bound: str = ""
-    """The current bottleneck (`protocol.plan.Bound`)."""
+    """The bottleneck of a step by this prediction (`protocol.plan.Bound`)."""
     stage: int = 0
 
 
@@ -618,8 +620,8 @@ class Progress(EraMessage, frozen=True, rename={"leader": "lead", "held_out": "a
     loss_sum: float
     staleness_sum: int
     held_out: tuple[tuple[int, float, int], ...] = ()
-    """(index, loss, staleness) of microbatches outside the sender's sum: repeated ones, and those that came after a
-    round of the step had begun. So a round may omit them."""
+    """(index, loss, staleness in steps) of microbatches with gradients that the sender keeps apart from its sum, so
+    that a round may omit them: repeated ones, and those that came after a round of the step had begun."""
 
 
 class RoundMember(_Part, frozen=True):
@@ -760,7 +762,7 @@ class StateRequest(EraMessage, frozen=True):
     """The sender prefetches the one layer in `layers` for the next layout: it fetches the current state, replays later
     steps, and compares its result with the holders when the layout ends. So the offer needs no digest."""
     base: int = -1
-    """The version of the bf16 parameters that the sender has already; -1: none."""
+    """Version of the bf16 parameters that the sender has, so that a difference to them is enough; -1: it has none."""
     to_compare: bool = False
     """The sender has the state already: describe what most holders have signed, and pin nothing."""
 
@@ -774,7 +776,7 @@ class StateOffer(EraMessage, frozen=True):
     signatures: tuple[tuple[PeerID, bytes], ...] = ()
     """The holders' signatures (`Attestation`) on the root of these digests, for a newcomer of the group."""
     base: int = -1
-    """The requested `base` if the sender has that version and can send the difference to it; else -1."""
+    """The request's `base`, if the sender has that version and can send only the difference from it; else -1."""
 
 
 class Keep(EraMessage, frozen=True):
@@ -826,7 +828,7 @@ class StateChunkRequest(EraMessage, frozen=True, kw_only=True, rename={"via": "h
     start: int
     stop: int
     via: PeerID | None = None
-    """Peer from which the receiver is to fetch the elements, to pass them on; None: the receiver has them itself."""
+    """Holder from which the receiver is to fetch the elements and pass them on; None: the receiver has them."""
     base: int = -1
     """The version of the sender's bf16 parameters, if the receiver has offered the difference to that version
     (`StateOffer.base`); -1: send full values."""
@@ -851,7 +853,7 @@ class TiedRequest(EraMessage, frozen=True):
     step: int
     serial: int = 0
     peek: bool = False
-    """True: the receiver only says if it has (or does not need) the sum of both ends' gradients; it sends none."""
+    """True: send no gradient; only answer if the receiver has, or does not need, the sum of both ends' gradients."""
 
 
 class TiedOffer(EraMessage, frozen=True):
@@ -1094,10 +1096,10 @@ class ProbeChunk(_Message, frozen=True):
     """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
 
     nonce: int
-    """Number of the probe; an answer repeats it. -1: the receiver starts its clock; other negative ones: no answer."""
+    """Number of the probe, which the answer repeats. -1: the receiver starts its clock; others below 0: filler."""
     echo: bool
     took_s: float = 0.0
-    """Seconds, set in answers: from the frame that started the receiver's clock to the frame that is answered."""
+    """Seconds, set in answers: from the arrival of the frame with nonce -1 to that of the answered frame."""
 
 
 # fmt: off

@@ -159,10 +159,10 @@ class Plan(
     """Format of the activations at each cut between stages, one of `WireSpec.forward`, and of each stage's reductions,
     one of `WireSpec.sums`. None: the first format of each of the two lists."""
     certified: tuple[Certified, ...] = ()
-    """Restorable versions, each for the layers of one group; new entries have signatures of the previous plan's
-    members."""
+    """Versions that the run may restore, each for one group's layers. New entries are signed by members of the previous
+    plan."""
     roll: tuple[tuple[int, ...], ...] = ()
-    """Positions in `members` of those with a vote, a tuple per invite. Empty: every member votes, as its own group."""
+    """The voting members' positions in `members`, a tuple for each invite. Empty: all vote, each as its own group."""
 
     @cached_property
     def members(self) -> tuple[PeerID, ...]:
@@ -240,7 +240,7 @@ class Plan(
         return place[0] if place else None
 
     def since_of(self, peer: PeerID) -> int:
-        """Return the sequence of the plan since which `peer` holds its stage; without a stage, this plan's sequence."""
+        """Return the sequence of the plan since which `peer` has held its stage; without a stage, this plan's."""
         place = self._places.get(peer)
         return place[1] if place else self.sequence
 
@@ -279,7 +279,7 @@ class Plan(
         return tuple(self._seats.get(peer, ()))
 
     def since_in(self, peer: PeerID, group: int) -> int:
-        """Return the sequence of the plan since which `peer` is in `group`; if it is not, this plan's sequence."""
+        """Return the sequence of the plan since which `peer` has been in `group`; if it is not in it, this plan's."""
         return self._seats.get(peer, {}).get(group, self.sequence)
 
     @cached_property
@@ -321,7 +321,7 @@ _DECODER = msgspec.msgpack.Decoder(Plan)
 
 
 class PlanProof(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_like=True):
-    """The votes with which a plan became live, all of one ballot."""
+    """The votes by which a plan became live, all for the same offer."""
 
     ballot: int
     """The term of the offer: the plan's own, or a later one if another coordinator finished the plan."""

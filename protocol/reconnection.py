@@ -29,8 +29,8 @@ from typing import Final
 from shoal.protocol.identity import PeerID
 
 DEAD_S: Final = 3.0
-"""Silence after which a connection is dead: three heartbeats. Dropping it loses the data in flight, but TCP itself
-would wait about as long again."""
+"""Seconds without a byte from the peer, while sent data is unacknowledged, after which a connection is dead. Dropping
+it loses the data in flight, but TCP itself would wait about as long again."""
 STOOD_STILL_S: Final = 8.0
 """A process that stood still for this long was suspended, or its machine was: on a busy machine the event loop is late
 by less."""
@@ -38,7 +38,7 @@ UNANSWERED_MAX: Final = 2
 EVERY_S: Final = 1.0
 EVERY_S_MAX: Final = 30.0
 _SHARE: Final = 0.05
-"""Pause between two dials, as a fraction of the peer's absence so far: 3 s after a minute."""
+"""Time from the start of a dial to the next one, as a fraction of the peer's absence so far: 3 s after a minute."""
 DIALS_MAX: Final = 16
 PATIENCES_S: Final = (2, 2, 4)
 """Timeouts of successive dials, used in turn. A dial that lasts longer than libp2p's own limit of five seconds blocks
@@ -59,7 +59,7 @@ LINGER_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Way:
-    """The kernel's figures of one connection."""
+    """The kernel's figures of one connection to a peer, a way to reach it."""
 
     is_owed: bool
     """True if sent data is not acknowledged yet."""
@@ -123,7 +123,7 @@ class Reconnection:
         return peer in self._absent
 
     def may_be_there(self, peer: PeerID) -> bool:
-        """True if waiting for an absent peer makes sense: our last dial of the peer was not refused."""
+        """True if we have no connection to the peer, but our last dial of it was not refused: it may come back."""
         absence = self._absent.get(peer)
         return absence is not None and absence.last is not DialOutcome.REFUSED
 
@@ -154,7 +154,7 @@ class Reconnection:
         return True
 
     def refused(self, peer: PeerID, now_s: float) -> None:
-        """Record that the network daemon itself dialled a peer and was refused."""
+        """Record that a dial by the network daemon, not by us, was refused at the peer's address."""
         if peer not in self._absent:
             self.lost(peer, now_s)
         if peer in self._absent:
@@ -267,8 +267,8 @@ class Reconnection:
         """Record the end of a dial.
 
         Args:
-            outcome: None if no address was dialled (no network, or libp2p still waits after an earlier failure).
-        Returns: `outcome`; if it is None, the outcome of the last dial that was made.
+            outcome: None: no address was dialled (no network, or libp2p still waits after an earlier failure).
+        Returns: `outcome`; if that is None, the outcome of the last earlier dial (NO_ANSWER without one).
         """
         self._dialled.discard(peer)
         absence = self._absent.get(peer)

@@ -86,7 +86,7 @@ class Choice:
     """How many steps stage 0 runs ahead, with the expected step time and staleness."""
 
     steps_ahead: int
-    """k: the most steps that a microbatch may be ahead; 0: synchronous."""
+    """k: the most steps that a microbatch may begin ahead of its weights' version; 0: synchronous."""
     gain: float
     """g: a later step's microbatches begin only while fewer than g r R are in flight; r R of them fill the pipeline."""
     step_s: float
@@ -125,7 +125,7 @@ def _mean_below(most: float, low: float, high: float) -> float:
 
 
 def choose(measured: Measured, *, s_max: int, price: Price, gain_max: float) -> Choice:
-    """Return the choice with the shortest time to a given loss; of equal choices, that with more steps ahead.
+    """Return the k and g with the shortest time to a given loss; of equal choices, the one with more steps ahead.
 
     Args:
         s_max: the most steps that a microbatch may run ahead of its weights.

@@ -93,7 +93,6 @@ class ModelSpec(_Section, frozen=True):
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies."""
     norm_eps: float = 1e-5
-    """Epsilon inside RMSNorm."""
     num_experts: int = 0
     """Experts E in every decoder layer in place of its SwiGLU; 0: a dense model."""
     experts_per_token: int = 2
@@ -186,7 +185,6 @@ class ModelSpec(_Section, frozen=True):
 
     @property
     def head_dim(self) -> int:
-        """Width of a head."""
         return self.dim // self.num_heads if self.head_size is None else self.head_size
 
     @property
@@ -239,7 +237,7 @@ class DataSpec(_Section, frozen=True):
     """`python-library` (the sources of Python's standard library), the path of a file or folder (text, JSON, CSV,
     Parquet), or `hf:NAME`, a data set of the Hugging Face hub."""
     validation_fraction: float = 0.05
-    """Share of the text that is kept for validation."""
+    """Share of the text that is kept for validation and not trained on, in (0, 0.5)."""
     digest: str = ""
     """BLAKE3 of the prepared text, filled in by the host; of several sources, their digests joined by +. Peers of stage
     0 must have this text."""
@@ -280,7 +278,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def masks_documents(self) -> bool:
-        """True if tokens attend only to their own document."""
+        """True if tokens attend only to tokens of their own document."""
         return self.has_chats if self.document_masks is None else self.document_masks
 
     @property
@@ -305,7 +303,7 @@ class DataSpec(_Section, frozen=True):
         )
 
     def found_at(self, sources: tuple[str, ...]) -> "DataSpec":
-        """Return this spec with new locations of its sources. Args: sources: one path or name for each source."""
+        """Return this spec with other paths or names of its sources. Args: sources: one for each source, in order."""
         if not self.sources:
             return msgspec.structs.replace(self, source=sources[0])
         moved = zip(self.sources, sources, strict=True)
@@ -315,7 +313,7 @@ class DataSpec(_Section, frozen=True):
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """One digest for each source; an empty tuple: the digests are not known yet."""
+        """BLAKE3 of each source's prepared text; an empty tuple: the digests are not known yet."""
         return tuple(self.digest.split(BETWEEN_DIGESTS)) if self.digest else ()
 
     @property
@@ -325,7 +323,7 @@ class DataSpec(_Section, frozen=True):
 
 
 SOURCES_MAX = 16
-"""Data sources of a run: its spec, with the digest of each source, must fit into a directory record."""
+"""Most data sources of a run: its spec, with a digest of each source, must fit into a directory record."""
 BETWEEN_DIGESTS = "+"
 _OF_ONE_SOURCE = ("source", "format", "field", "subset", "split", "tokens_max")
 """Fields of `DataSpec` that, with several sources, stand in each `SourceSpec` instead."""
@@ -433,7 +431,7 @@ class SwarmSpec(_Section, frozen=True):
     snapshot_interval_steps: int = 50
     """Steps between snapshots; 0: snapshots by time alone."""
     snapshot_interval_s: float = 300.0
-    """Seconds between further snapshots: the most that is lost if all peers lose power at once. 0: by steps alone."""
+    """Seconds after which a snapshot is due anyway, so that a power cut costs little more. 0: by steps alone."""
     open: bool = False
     """True: anyone may join without an invite's key. Newcomers are then admitted a few at a time, and on probation."""
     expert_slots: int = 0
@@ -464,11 +462,11 @@ class SwarmSpec(_Section, frozen=True):
 
     @property
     def stages_max(self) -> int | None:
-        """Upper bound of the number of stages; None: no bound."""
+        """Largest number of stages that a plan may have; None: "auto", any number."""
         return None if self.stages == AUTO_STAGES else self.stages
 
     def stages_for(self, num_peers: int) -> int | None:
-        """Return the number of stages for `num_peers` peers; None: the coordinator chooses, at most one per peer."""
+        """Return the spec's number of stages. None: it is "auto" or above `num_peers`, and the coordinator chooses."""
         stages = self.stages_max
         return stages if stages is not None and stages <= num_peers else None
 
@@ -480,7 +478,7 @@ class WireSpec(_Section, frozen=True):
     """Format of activations between stages; state always travels in fp32. "auto": for each cut between stages, each
     plan chooses 8 bits per number if steps wait for these activations, else bf16 (`Plan.formats`)."""
     activation_gradients: WireFormat | None = None
-    """Format of the activations' gradients. None: as the activations, but 6 bits at least: gradients tolerate less."""
+    """Format of the activations' gradients. None: as the activations, at least 6 bits: they tolerate less rounding."""
     gradients: WireFormat | Literal["auto"] = "fp32"
     """Format of parameter gradients in a reduction: of the members' sums and of the mean; they are added in fp32.
     "auto": for each stage, each plan chooses 4 bits per number if steps wait for its reduction, else 8."""
@@ -590,7 +588,6 @@ class RunSpec(_Section, frozen=True):
     """
 
     name: str = "shoal"
-    """The run's name, for people."""
     seed: int = 0
     """Seed of the initial weights and of the order of the data."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)

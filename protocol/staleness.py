@@ -66,7 +66,7 @@ _LIKE: Final = MappingProxyType(
         "calibrated": "pipeoptim",
     }
 )
-"""Compensation that was not measured -> the most similar compensation that was measured."""
+"""Name of a compensation that was not measured -> name of the most similar one that was measured."""
 
 _NADAM: Final = {"none": Price(0.57, 3), "pipeoptim": Price(0.47, 3), "eager": Price(0.02, 9, unseen=Price(0.47, 3))}
 _MUON: Final = {"none": Price(0.58, 1), "pipeoptim": Price(0.4, 1), "eager": Price(0.14, 2, unseen=Price(0.4, 1))}

@@ -17,7 +17,7 @@ VerifySignature = Callable[[PeerID, bytes, bytes], bool]
 
 
 def sign_statement(identity: Identity, topic: Topic, *, run: str, body: bytes) -> bytes:
-    """Return the signature, 64 bytes."""
+    """Return the signature of `body` for this topic and run by `identity`, 64 bytes."""
     return identity.sign(_signed_bytes(topic, run, body))
 
 

@@ -15,7 +15,7 @@ from shoal.protocol.wire_format import tensor_bytes
 Shapes = dict[str, tuple[int, ...]]
 
 BACKWARD_PER_FORWARD: Final = 2.0
-"""A matmul's backward is two matmuls of its size: one for the input's gradient, one for the weight's."""
+"""FLOP of a backward / FLOP of its forward: for each matmul two, for the gradients of its input and of its weight."""
 ADAPTED_BACKWARD_PER_FORWARD: Final = 1.0
 """Backward work / forward work if only adapters train; the adapters' own products (a few hundredths) do not count."""
 EMBEDDING_MATRIX: Final = "model.embed_tokens.weight"
@@ -39,7 +39,7 @@ _NORMS: Final = {
         "post_feedforward_layernorm",
     ),
 }
-"""`decoder.norms` -> norms. `post_attention_layernorm` is applied after the residual sum in "pre", else before it."""
+"""`decoder.norms` -> a layer's norms. In "pre" `post_attention_layernorm` is after the residual sum, else before."""
 
 
 def layer_tensors(model: ModelSpec, key: str) -> tuple[Shapes, Shapes]:
@@ -102,7 +102,7 @@ def magnitude_name(matrix: str) -> str:
 
 
 def state_elements(spec: RunSpec, key: str) -> int:
-    """Count the trained numbers of a layer, or of a unit (trunk or one expert) of a layer."""
+    """Count the trained parameters of a layer, or of a unit (trunk or one expert) of a layer."""
     if spec.adapter is None:
         return sum(num_elements(spec.model, key))
     return sum(math.prod(shape) for of in adapter_tensors(spec.model, spec.adapter, key) for shape in of.values())
@@ -121,13 +121,13 @@ def router_name(model: ModelSpec, index: int) -> str:
 
 @lru_cache(maxsize=16384)
 def num_elements(model: ModelSpec, key: str) -> tuple[int, int]:
-    """Return (elements in matrices, in norms and biases) of a layer, or of a unit (trunk or one expert) of it."""
+    """Return (number of elements in matrices, in norms and biases) of a layer, or of a unit (trunk or one expert)."""
     matrices, vectors = (sum(math.prod(shape) for shape in shapes.values()) for shapes in layer_tensors(model, key))
     return matrices, vectors
 
 
 def trunk_elements(model: ModelSpec, index: int) -> tuple[int, int]:
-    """Return (elements in matrices, in norms and biases) of a decoder layer without experts or feed-forward."""
+    """Return (elements in matrices, in norms and biases) of a decoder layer, less its experts or feed-forward."""
     if model.num_experts:
         return num_elements(model, trunk_key(f"layers.{index}"))
     matrices, vectors = num_elements(model, f"layers.{index}")
@@ -174,7 +174,7 @@ def _feed_forward(model: ModelSpec, index: int) -> tuple[Shapes, Shapes]:
 
 
 def _unit(model: ModelSpec, key: str) -> tuple[int, str | None]:
-    """Split a decoder layer's key into (its index, unit). Unit: "trunk", an expert's number, or None: the whole
+    """Split the key of a decoder layer or unit into (the layer's index, unit): "trunk", an expert's number; None: the
     layer."""
     layer, dot, unit = key.removeprefix("layers.").partition(".")
     index = layer_index("layers." + layer if key.startswith("layers.") else key)

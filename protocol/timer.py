@@ -22,8 +22,8 @@ class Timer:
         self._at_s = math.inf
         self._handle: asyncio.TimerHandle | None = None
         self._armed_for_s = math.inf
-        """When the loop's timer handle fires. A later time leaves the handle as it is: it fires too early, and is then
-        armed again."""
+        """Time for which the loop's timer handle is set; infinite: none. If a later time is set, the handle still fires
+        at the earlier time, and is then set anew."""
 
     def set(self, at_s: float) -> None:
         """Ring at the clock's time `at_s`: at once if `at_s` is past, never if it is infinite."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 BURST_S = 0.1
-"""Size of the bucket (the burst after a silence), in seconds of the rate."""
+"""Size of the bucket, in seconds at the rate: so much may pass at once after a silence."""
 
 
 class TokenBucket:

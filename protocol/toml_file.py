@@ -10,7 +10,7 @@ from shoal.protocol.limits import TOML_BYTES_MAX
 
 _PART: Final = rb"""(?:[A-Za-z0-9_-]++|"(?:[^"\\\n]|\\.)*+"|'[^'\n]*+')[ \t]*+"""
 _PARTS_MAX: Final = 16
-"""Maximum parts of a key such as `a.b.c`; our longest has three. Python's parser takes 8 s for 20,000 parts (40 KB)."""
+"""Most parts of a key such as `a.b.c`; our longest has three. Python's parser takes 8 s for 20,000 parts (40 KB)."""
 _DEEP_KEY: Final = re.compile(rb"(?<![A-Za-z0-9_-])" + _PART + rb"(?:\.[ \t]*+" + _PART + rb"){%d}" % _PARTS_MAX)
 _WHOLE_NUMBER: Final = range(-(2**63), 2**63)
 

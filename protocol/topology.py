@@ -24,7 +24,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 DEFAULT_FLOP_PER_S = 45e12
-"""Default speed of a device: that of a V100 in fp16, as the DT-FM paper measured it."""
+"""Default speed of a device in FLOP/s: that of a V100 in fp16, as the DT-FM paper measured it."""
 DEFAULT_MEMORY_BYTES = 16e9
 _UNREAD_SHOWN = 12
 """The most unread fields that a note lists by name; of further fields it gives the number."""
@@ -194,7 +194,7 @@ class DeviceEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class WorkloadEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures of a run from which the DT-FM paper computes a layout's cost; sizes are in 10^9 bytes."""
+    """Sizes, in 10^9 bytes, and other figures of a run, from which the DT-FM paper computes a layout's cost."""
 
     gradient_gigabytes_per_stage: float
     activation_gigabytes_per_replica: float
@@ -225,7 +225,7 @@ class NetworkFile(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def watts(self) -> tuple[float | None, ...]:
-        """Power of each device [N]; None if the file gives no power for it."""
+        """[N], power of each device in watts; None for a device without such a figure in the file."""
         if self.devices is not None:
             return tuple(entry.watts for entry in self.devices)
         return (None,) * len(self.latency_s or self.latency_ms or ())

@@ -112,7 +112,7 @@ class _Rate:
         return queue_bytes if self._was_busy else max(WINDOW_BYTES_FIRST, queue_bytes)
 
     def fills(self, backlog_bytes: float, round_trip_s: float) -> bool:
-        """True if this backlog (queued bytes) keeps the line busy until the next look."""
+        """True if so many queued bytes keep the line busy: a round trip's worth at the recent rate, or more."""
         return backlog_bytes >= max(self._least_bytes / 2, self.bytes_per_s * round_trip_s)
 
     @property
@@ -139,7 +139,7 @@ class _Path:
 
     @property
     def counted_bytes(self) -> float:
-        """The queued bytes that count towards the line's window. The others are taken to wait for a slow receiver."""
+        """The queued bytes that count towards the line's window. Further ones are taken to wait for a slow receiver."""
         return min(self.backlog_bytes, _PATH_GAIN * self.rate.queue_bytes(self.seen.round_trip_s))
 
     def wrote(self, nbytes: float) -> None:
@@ -171,19 +171,18 @@ class UplinkWindow:
 
     @property
     def bytes_per_s(self) -> float:
-        """The line's highest recent rate."""
+        """The line's highest recent delivery rate; 0: none was measured yet."""
         return self._rate.bytes_per_s
 
     @property
     def busy(self) -> list[str]:
-        """Names of the connections with bytes in flight."""
+        """Names of the connections with bytes that are written and not acknowledged."""
         return [name for name, path in self._paths.items() if path.backlog_bytes]
 
     def is_busy(self, name: str) -> bool:
         return self._paths[name].backlog_bytes > 0.0
 
     def forget(self, name: str) -> None:
-        """Forget a closed connection."""
         self._paths.pop(name, None)
 
     def look(self, connections: Mapping[str, UplinkConnection], *, now_s: float) -> None:
@@ -204,7 +203,7 @@ class UplinkWindow:
         return name in self._paths
 
     def round_trip_s(self, name: str) -> float:
-        """Return the shortest round trip seen on a known connection."""
+        """Return the round trip of a known connection, in seconds, by the kernel's latest figures."""
         return self._paths[name].seen.round_trip_s
 
     def wrote(self, name: str, nbytes: float) -> None:
@@ -215,8 +214,8 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a slice of any size may be written to the connection now. It may exceed the window; the next
-        waits."""
+        """True if a piece of a frame may be written to the connection now, whatever its size: only the next waits for
+        room."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 

@@ -40,7 +40,7 @@ AUTO_SUMS: Final[tuple[WireFormat, ...]] = ("int8", "hadamard4")
 
 _PLAIN_BYTES: Final = {"fp32": 4, "bf16": 2}
 TILE: Final = 64
-"""Elements that share one scale."""
+"""Consecutive numbers of a tensor that share one scale, in "int8" and the hadamard formats."""
 _TILE_BYTES: Final = {"int8": 66, "hadamard6": 50, "hadamard5": 42, "hadamard4": 34, "hadamard3": 26, "nf4": 34}
 
 

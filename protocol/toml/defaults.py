@@ -38,17 +38,17 @@ TOKENS_PER_PARAMETER: Final = 20.0
 """Compute-optimal training tokens for each parameter: Chinchilla (2203.15556), table 3, rounded."""
 MICROBATCHES_PER_STAGE: Final = 4
 _TUNING: Final = 1 / 15
-"""Learning rate for tuning all weights / from scratch: Llama 2 7B has 2e-5 and 3e-4 (2307.09288)."""
+"""Learning rate for tuning all weights / for training from scratch: Llama 2 7B has 2e-5 and 3e-4 (2307.09288)."""
 _ADAPTING: Final = 10 / 15
-"""Learning rate for training adapters / from scratch: ten times `_TUNING`. So a model with 3e-4 gets 2e-4, as QLoRA 7B
-has (2305.14314, table 9)."""
+"""Learning rate for adapters / for training from scratch: ten times `_TUNING`. So a model trained with 3e-4 gets 2e-4,
+as QLoRA 7B has (2305.14314, table 9)."""
 _SHORT: Final = 2.5
-"""Largest factor by which a run's learning rate rises because the run is short: reached at 1/1,500 of 20 N tokens."""
+"""Largest factor by which the learning rate rises because a run is short: reached at 1/1,500 of 20 N tokens."""
 STAGES_FED: Final = 3
 """Number of stages that a step's microbatches are to keep busy if a run leaves the number of stages open. A swarm with
 more stages still works: at two microbatches a stage, six stages are busy."""
 _SAID_MAX: Final = 2**40
-"""The rules treat a larger number in a file as impossible. No field allows such a number; the decoder refuses it."""
+"""Largest number that the rules read in a run file. The decoder refuses larger ones in every field."""
 
 
 Model = ModelSpec | SimpleNamespace
@@ -72,7 +72,7 @@ class Size:
     parameters: float
     """N: the parameters of the decoder layers, of experts only those that a token passes."""
     flop_per_token: float
-    """M: forward and backward of the decoder layers, with attention over the whole context (2401.02954, equation 2)."""
+    """M: FLOP of the decoder layers' forward and backward, with attention to the whole context (2401.02954, eq. 2)."""
 
     @property
     def tokens(self) -> float:
@@ -228,7 +228,7 @@ def fill_in(tables: Mapping[str, Any], base: RunSpec) -> tuple[dict[str, Any], t
 
 
 def in_words(choices: tuple[FilledField, ...], spec: RunSpec) -> tuple[str, ...]:
-    """Describe the filled-in fields with the reasons, a line for each reason; empty if the run file left none open."""
+    """Describe the fields that rules filled in, a line for each reason; empty if no rule filled in a field."""
     if not choices:
         return ()
     lines = [
