@@ -25,5 +25,6 @@ class LinkQueues:
         return took_s - quickest_s
 
     def last_waited_s(self, target: PeerID) -> float:
-        """Return an estimate of the next message's wait in the queue, in seconds."""
+        """Return how long the last message to `target` waited, in seconds; 0: none was sent. The next may wait as
+        long."""
         return self._waited_s[target]
