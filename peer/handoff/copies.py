@@ -60,8 +60,7 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> time until which its past copies count: a fetch of t seconds counts for t / `KEEPING_SHARE`
-        seconds."""
+        """Member -> time until which its past copies count, each for 1 / `KEEPING_SHARE` times its fetch."""
         self._saving: dict[int, asyncio.Lock] = {}
         """Group -> lock of its writes: `save` may be called for a version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}

@@ -294,8 +294,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """Ranges that no holder sends now: no peer is asked for those in `todo`; a helper was asked for those in
-        `lent`."""
+        """Ranges to fetch: in `todo`, no peer is asked for them now; in `lent`, only a helper is."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -430,8 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return the last range in `todo` with a single holder, for `carrier` to fetch (we begin with the first), or
-        None."""
+        """Return for `carrier` the last range in `todo` with a single holder (we begin with the first), or None."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)

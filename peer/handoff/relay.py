@@ -88,8 +88,7 @@ class Relay:
         return source in self.group_peers and at == self._at and request.layer in self.tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
-        """Return the requested tensor once the range is in it; None: not within `patience_s`, or the fetch has
-        failed."""
+        """Return the requested tensor once the range is in it; None: the fetch failed or `patience_s` is over."""
         try:
             async with asyncio.timeout(patience_s):
                 while not self._is_void and not self._has(request):

@@ -32,8 +32,7 @@ class GradientLog:
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Peer of the next layout -> the version to which it makes its next step; earlier gradients are not kept for
-        it."""
+        """Peer -> version to which it makes its next step; earlier gradients are not kept for it."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:

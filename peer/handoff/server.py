@@ -461,8 +461,7 @@ class StateServer:
         await self._send(source, message, values_N)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
-        """Send the gradient with which a layer stepped to the requested version; wait for a step that is not made
-        yet."""
+        """Send the gradient with which a layer stepped to the requested version; wait for a coming step."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
@@ -481,8 +480,7 @@ class StateServer:
 
     @property
     def _ahead_priority(self) -> Priority:
-        """Priority of layers and gradients for the next layout: the lowest in training; that of state once the run
-        waits."""
+        """Priority of layers and gradients for the next layout: the lowest, or once the run waits, that of state."""
         return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
     async def _send(

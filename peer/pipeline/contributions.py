@@ -33,8 +33,7 @@ HELD_OUT_MAX = 16
 """The most gradients of one step that are kept apart from its sum (held out); each is as large as the stage."""
 
 _Gradient = tuple[Tensor, WeightSet | None]
-"""(a gradient, the weights at which it was taken); these are None if the compensation for staleness does not need
-them."""
+"""(a gradient, the weights at which it was taken, or None if the compensation for staleness needs none)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +135,7 @@ class Contributions:
         return make
 
     def settle(self) -> None:
-        """Run the queued additions and requests. Do not call this on the event loop's thread: large tensors take
-        time."""
+        """Run the queued additions and requests. Not on the event loop's thread: large tensors take time."""
         with self._working:
             while self._told:
                 self._told.popleft()()

@@ -18,8 +18,7 @@ class ExpertPart:
     replaced: bool = False
     """True if an earlier holder failed; that holder's sum may already contain this microbatch's gradient."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> the (tokens, gradients) sent for its backward. A new holder needs them, until the run's end is
-    reported."""
+    """Layer -> (tokens, gradients) sent for its backward, which a new holder would need; until the run's end."""
     done: set[int] = field(default_factory=set)
     """The layers in which the present holder has run the backward."""
 

@@ -25,6 +25,5 @@ class LinkQueues:
         return took_s - quickest_s
 
     def last_waited_s(self, target: PeerID) -> float:
-        """Return how long the last message to `target` waited, in seconds; 0: none was sent. The next may wait as
-        long."""
+        """Return the wait of the last message to `target`, in seconds, as an estimate for the next; 0: none."""
         return self._waited_s[target]

@@ -132,8 +132,7 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if we may repeat microbatches of the previous step: with its own weights or, if s_max > 0, with
-        others."""
+        """True if microbatches of the previous step may be repeated, with its weights or (s_max > 0) others."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
@@ -286,8 +285,7 @@ class Shard:
         return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
-        """Make the coming backward write its gradient into one flat tensor, unless another gradient of it counts
-        already."""
+        """Make the coming backward write its gradient into one flat tensor, unless the group or we have it."""
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return

@@ -128,9 +128,8 @@ class Agreement:
         return settled
 
     def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[CommitCommand]:
-        """Compare the digests after a round that `settle` returned. Return a command: fetch the state, because our
-        digest is not the most frequent one; or report the commit; or keep the report. Args: in_plan: the plan names
-        us."""
+        """Compare the digests after a round that `settle` returned. If ours is not the most frequent, return a command
+        to fetch the state, else one to report the commit or to keep the report. Args: in_plan: the plan names us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
         voters = [peer for peer in _voters(start) if peer in digests]

@@ -233,8 +233,7 @@ class Control:
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """The (steps ahead, gain) that we follow: the leader's choice; until it has made one, our own; None:
-        neither."""
+        """The (steps ahead, gain) that we follow: the leader's choice; before there is one, ours; else None."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain
         return self._led

@@ -300,9 +300,8 @@ class GroupCore(GroupView):
         return self._hold_to(start)
 
     def _hold_to(self, message: RoundStart) -> list[CommitCommand]:
-        """Follow the round that `message` opens, and take part if it names us. Ignore it if it is old, outbid, dead or
-        a lie. If it lists less than our sum contains, report our contribution, so that the leader opens another
-        round."""
+        """Follow and join the round of `message`, unless it is old, outbid, dead or a lie. If it lists less than our
+        sum contains, report our contribution instead, so that the leader opens another round."""
         if not self.ready:
             return []  # The round names an earlier incarnation of us; we lack its gradients.
         if message.step < self.version or not self._rounds.outbids(message):

@@ -72,8 +72,7 @@ class MembershipView:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(Our rank among the full members, from 0; number of full members). If we are no full member, both are that
-        number."""
+        """(Our rank among the full members, from 0; their number). The rank is their number if we are none."""
         whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 

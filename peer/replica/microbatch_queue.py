@@ -133,8 +133,7 @@ class MicrobatchQueue:
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> time until which its past repairs count: a microbatch that takes t seconds counts for t /
-    `REPAIRED_SHARE`."""
+    """Peer -> time until which its past repairs count, each for 1 / `REPAIRED_SHARE` times a microbatch."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -418,8 +417,7 @@ class MicrobatchQueue:
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return a member's full share of a step, in microbatches: the plan's share, rounded up, or a tenth more if
-        that is more."""
+        """Return how many microbatches of a step are a full share: by the plan, or up to a tenth more."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
@@ -518,8 +516,7 @@ class MicrobatchQueue:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Check a request. Raises: Refused: we do not lead stage 0, or the sender neither has layers by the plan nor
-        drains here."""
+        """Check a request. Raises: Refused: we do not lead stage 0, or the sender has no place in the plan or here."""
         if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):

@@ -68,8 +68,7 @@ class PeerPace:
         return {peer: self._weight(peer, best_s) for peer in among}
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
-        """True if a trial is due: the peer's last microbatch, or for a new peer the first call of this, is long enough
-        ago."""
+        """True if the peer's last microbatch (if none: the first call of this) is so long ago that it is tried."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it is new: give its share time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
@@ -175,8 +174,7 @@ class Router:
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return the replicas of which one is next, whatever the shares: they have had no work for long. Laggards go
-        first."""
+        """Return the replicas that have had no work for so long that one is next; if any lag, only those that lag."""
         idle, laggards = [], []
         for peer in candidates:
             if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):

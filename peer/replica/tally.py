@@ -168,8 +168,7 @@ class Tallies:
                 del table[step]
 
     def word(self, step: int, *, stage: int, leader: PeerID, incarnation: int, count: int) -> Progress:
-        """Return our report on `step`, to be sent: the microbatches that we have contributed, and those granted to
-        us."""
+        """Return our report on `step`: the microbatches that we have contributed, and our grants."""
         mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,

@@ -59,8 +59,7 @@ class GroupView(MembershipView):
         return peer == self.me or self.is_near(peer)
 
     def lacks(self, step: int, index: int) -> bool:
-        """True if `step` is not committed and, as far as we know, no member of our group has contributed the
-        microbatch."""
+        """True if `step` is still open and no member of our group is known to have contributed the microbatch."""
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
@@ -90,8 +89,7 @@ class GroupView(MembershipView):
 
     @property
     def owes(self) -> bool:
-        """True while others need us: for our contributions, for a round, or because no other full member has our
-        version."""
+        """True while others need our contributions or our part in a round, or no other full member has our version."""
         has_mates = bool(self.full_members) and not self.is_learner
         alone = has_mates and not self._agreement.num_past(self.version - 1, self.full_members)
         return alone or self._tallies.has_own or self.me in self._rounds.named
