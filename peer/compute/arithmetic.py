@@ -57,7 +57,6 @@ class Arithmetic:
         return cls(spec, corpus, use.device, dtype=use.dtype, steps_on=use.steps_on)
 
     def free_bytes(self) -> int:
-        """Return the free memory of the device."""
         return free_bytes(self._device)
 
     def free_host_bytes(self) -> int:

@@ -28,7 +28,7 @@ def total_memory_bytes(root: Path = _ROOT) -> int:
 
 
 def processors(root: Path = _ROOT) -> float:
-    """Return the number of processors that we may keep busy, maybe a fraction. Args: root: folder of /proc and /sys."""
+    """Return how many processors our process may keep busy, such as 1.5. Args: root: the folder of /proc and /sys."""
     affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min([float(affinity), *(quota for folder in _groups(root) if (quota := _quota(folder)) is not None)])
 
@@ -54,7 +54,7 @@ def _memory_groups(root: Path) -> Iterator[_MemoryGroup]:
 
 
 def _quota(folder: Path) -> float | None:
-    """Return the number of processors that the group may keep busy; None: no limit."""
+    """Return how many processors the control group in `folder` may keep busy, such as 1.5; None: no limit."""
     quota, _, period = _read(folder / "cpu.max").partition(" ")  # version 2
     if not quota:
         quota, period = _read(folder / "cpu.cfs_quota_us"), _read(folder / "cpu.cfs_period_us")
@@ -62,7 +62,7 @@ def _quota(folder: Path) -> float | None:
 
 
 def _groups(root: Path) -> Iterator[Path]:
-    """Yield, in every hierarchy, the folder of our process's group, then those of the groups that contain it."""
+    """Yield, in each hierarchy, the folder of our process's control group, then the folders of the groups around it."""
     mounts = list(_mounts(root))
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -95,7 +95,7 @@ def _mounts(root: Path) -> Iterator[_Mount]:
 
 
 def _unescaped(text: str) -> str:
-    """Decode a path in mountinfo, where `\\040` is a space. Names from systemd also contain plain backslashes."""
+    """Decode a path of mountinfo, in which `\\040` is a space; a backslash stays unless three digits follow it."""
     return re.sub(r"\\(\d{3})", lambda byte: chr(int(byte[1], 8)), text)
 
 

@@ -13,21 +13,19 @@ _CPU = torch.device("cpu")
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the free memory of a device, in bytes."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[0])
     return free_memory_bytes()  # an Apple GPU shares the host's memory
 
 
 def total_bytes(device: torch.device) -> int:
-    """Return the total memory of a device, in bytes."""
     if device.type in ("cuda", "xpu"):
         return int(torch.get_device_module(device).mem_get_info(device)[1])
     return total_memory_bytes()
 
 
 def name_of(device: torch.device) -> str:
-    """Return the maker's name of a device if torch knows it, else its type."""
+    """Return the maker's name of a CUDA or XPU device; for any other device its type, such as "cpu"."""
     if device.type in ("cuda", "xpu"):
         return str(torch.get_device_module(device).get_device_name(device))
     return device.type
@@ -43,6 +41,6 @@ class ComputeDevice:
 
     @classmethod
     def of(cls, spec: RunSpec, device: torch.device) -> "ComputeDevice":
-        """Test the device, then choose the dtype of its matrix products and the device of optimizer steps. Raises:
-        ShoalError: this machine cannot take part."""
+        """Choose, by tests, the dtype of the device's matrix products and the device of optimizer steps. Raises:
+        ShoalError: optimizer steps have wrong bits even on the CPU."""
         return cls(device, precision_of(spec, device), steps_on(spec.optimizer.name, device))

@@ -67,7 +67,7 @@ def _best_s(model: ModelSpec, device: torch.device, clock: Callable[[], float]) 
 
 
 def _sample(model: ModelSpec) -> ModelSpec:
-    """Return a model with one dense layer like the run's, but no wider than a test of one second can time."""
+    """Return a model of one dense layer like the run's, cut to a size that can be timed within a second."""
     heads = max(1, min(model.dim, 768) // model.head_dim)
     ffn_dim = min(model.ffn_dim, 3 * heads * model.head_dim)
     return ModelSpec(

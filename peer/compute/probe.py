@@ -33,7 +33,8 @@ _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 `_TOGETHER_S`, all links send for a shorter time."""
 _NOTHING = Probed(arrived=())
 _MARK, _UNANSWERED = -1, -2
-"""Nonces of probe frames that get no answer: negative, so that no receiver takes one for an answer to its own probe."""
+"""Nonces of probe frames without an answer. Real ones are >= 0, so no receiver takes these for an answer to its
+probe."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """Requests `ProbeTogether` (to send to several peers at once) get an empty answer until this time."""
+        """Until this time, requests to send to several peers at once (`ProbeTogether`) get an empty answer."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
@@ -136,8 +137,9 @@ class LinkProbe:
 
         Args:
             links: the results of `measure` for these peers.
-            beside: peers that may share our network card; they are asked to send the same amounts at the same time.
-        Returns: bytes/s that all senders sent together, a lower bound for the card's rate. 0: some peer did not answer.
+            beside: peers that may share our network card; those less than `FAR_S` away send as much at the same time.
+        Returns: bytes/s of all senders together, a lower bound for the card's rate. 0: a peer in `links` did not
+        answer.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
         if not ours.arrived:
@@ -224,8 +226,8 @@ class LinkProbe:
 
 
 def _carried(arrived: Sequence[tuple[int, float]]) -> float:
-    """Return the network card's rate in bytes/s: the highest mean rate from the start up to an arrival. The mean up to
-    the last arrival can be too low, since transfers on slow lines may end long after the card is idle."""
+    """Return the network card's rate in bytes/s: the highest of the mean rates from the start to each arrival. The mean
+    to the last arrival can be too low, since transfers on slow lines may end long after the card is idle."""
     best, nbytes = 0.0, 0
     for more, seconds in sorted(arrived, key=lambda pair: pair[1]):
         nbytes += more

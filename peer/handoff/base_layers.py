@@ -167,7 +167,7 @@ class BaseLayers:
     # --- from others ---
 
     async def _fetch(self, key: str, holders: Sequence[PeerID], group_peers: Collection[PeerID]) -> Tensor:
-        """Fetch a layer, and keep it."""
+        """Fetch a layer, and keep it on disk; without a disk, in memory."""
         fetcher = StateFetcher(self._spec, (key,), self._inbox)
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
         relay = Relay(INITIAL, 0, group_peers, vectors=self._inbox.vectors)
@@ -188,7 +188,7 @@ class BaseLayers:
         return stored
 
     async def _begun_by_embedding(self) -> dict[str, Unfinished]:
-        """Return the beginning of a tied model's head, in whole ranges: a copy of the embedding, if that is here."""
+        """Return what we have of a tied model's head, for a fetch: its beginning, the embedding, in whole ranges."""
         embedding, vectors = (await self.read([EMBED])).get(EMBED), self._arithmetic.vectors
         if embedding is None:
             return {}

@@ -60,7 +60,7 @@ class Copies:
         self._tasks = tasks
         self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
         self._fetched_until_s: dict[PeerID, float] = {}
-        """Member -> time until which its past copies count, each for 1 / `KEEPING_SHARE` of the time of its fetch."""
+        """Member -> time until which its past copies count, each for 1 / `KEEPING_SHARE` times its fetch."""
         self._saving: dict[int, asyncio.Lock] = {}
         """Group -> lock of its writes: `save` may be called for a version that is being written."""
         self._given: dict[int, list[tuple[PeerID, int]]] = {}
@@ -174,7 +174,7 @@ class Copies:
 
 
 def moves_on(plan: Plan, group: int) -> bool:
-    """True if the plan's next layout gives each layer of the stage `group` to a peer that is not in the group now."""
+    """True if in the plan's next layout each layer of the stage `group` has a holder outside the present group."""
     if group >= len(plan.stages):
         return False
     stage, members = plan.stages[group], {member.peer for member in plan.group_members(group)}

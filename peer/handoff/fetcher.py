@@ -114,8 +114,8 @@ class StateFetcher:
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
         self._passed: dict[str, bool] = {}
-        """Layer -> True if helpers (group peers, carriers) were asked for a part of it, or a part is left from an
-        earlier fetch. False: the layer then failed the check of its digest, so only its holders are asked now."""
+        """Layer -> True: helpers (group peers, carriers) were asked for a part of it, or an earlier fetch left a part;
+        False: it failed the check of its digest, and is now fetched from holders only; absent: neither."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -294,7 +294,7 @@ class StateFetcher:
         loop = asyncio.get_running_loop()
         begun_s, under_way = loop.time(), Counter[PeerID]()
         todo, lent = list(left), dict[_Range, None]()
-        """Ranges to fetch: `todo`: no peer is asked for them now; `lent`: only helpers (group peers, carriers) are."""
+        """Ranges to fetch: in `todo`, no peer is asked for them now; in `lent`, only a helper is."""
         nothing_left = asyncio.Event()
 
         async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
@@ -429,7 +429,7 @@ class StateFetcher:
         return next((wanted for wanted in todo if wanted.owner == group_peer), None)
 
     def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return a range for `carrier`: the last with a single holder (we ask this holder for the first), or None."""
+        """Return for `carrier` the last range in `todo` with a single holder (we begin with the first), or None."""
         for wanted in reversed(todo):
             sources = self._sources[wanted.key]
             is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
@@ -447,7 +447,8 @@ class StateFetcher:
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Fetch a layer again after a failed check. Raises: RemoteError: the only holder sent the whole layer."""
+        """Discard a layer that failed its check, and its first source if holders alone sent it, so that it is fetched
+        again. Raises: RemoteError: a single holder sent the whole layer."""
         tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
         is_passed = self._passed.get(key, False)
         self._passed[key] = False
@@ -491,7 +492,7 @@ class StateFetcher:
         return vectors.empty(param), vectors.empty(moment1), vectors.empty(moment2)
 
     async def _differing(self, layers: Mapping[str, LayerState]) -> list[str]:
-        """Return the layers that differ from their holders' digests."""
+        """Return the layers with a digest other than the one that we chose from the holders' offers."""
         return await self._compute.run_on_host(
             lambda: [key for key, layer in layers.items() if layer.secure_digest() != self._digests[key]]
         )

@@ -37,8 +37,8 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""The oldest layer is dropped if it is this many steps behind its holder, and gradients have come too slowly to replay
-all layers while the holder made this many steps or more."""
+"""Of the layers fetched ahead, one of the oldest version is dropped if it lags this many steps behind its holder, and
+the holder has made this many steps while we replayed fewer than one for each of our layers and its steps."""
 
 
 @dataclass(slots=True)
@@ -57,8 +57,8 @@ class _Source:
     came_bytes: int = 0
     """Bytes received of the layer that is being fetched."""
     was_in_vain: bool = False
-    """The last layer took so long to fetch that its holder had dropped the gradients of steps made meanwhile, which we
-    must replay. After two such layers in a row none is fetched any more: it would only take bandwidth from training."""
+    """The holder had dropped a gradient that we still had to replay, and we have replayed no step since. If this
+    happens twice in a row, no layer is fetched any more: that would only take bandwidth from training."""
     is_full: bool = False
     """No further layer is fetched ahead from this stage."""
     task: asyncio.Task[None] | None = None
@@ -165,7 +165,6 @@ class FetchingAhead:
         return ready
 
     def drop(self) -> None:
-        """Drop all fetched layers, and stop fetching."""
         if self._preparing is not None:
             self._stop(self._preparing)
             self._preparing = None

@@ -35,7 +35,6 @@ class Relay:
         self.until_s = 0.0
         """Time after which the server may drop the relay, if the fetch is done."""
         self.is_done = False
-        """The fetch is over, with or without success."""
         self._is_void = False
         self._at = stored_era, version
         self._vectors = vectors
@@ -89,7 +88,7 @@ class Relay:
         return source in self.group_peers and at == self._at and request.layer in self.tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
-        """Return the requested tensor once the requested range is in it; None: not within `patience_s`."""
+        """Return the requested tensor once the range is in it; None: the fetch failed or `patience_s` is over."""
         try:
             async with asyncio.timeout(patience_s):
                 while not self._is_void and not self._has(request):

@@ -27,12 +27,12 @@ class GradientLog:
 
     def __init__(self) -> None:
         self.is_wanted = False
-        """True if the layout is to end, so that peers may ask for gradients."""
+        """True while a plan names a next layout, for which peers may ask for gradients."""
         self._era = -1
         self._steps: dict[int, dict[str, Tensor]] = {}
         """Version -> layer -> the reduced gradient with which the layer stepped to that version."""
         self._wanted_from: dict[PeerID, int] = {}
-        """Replaying peer -> the version made by the first step that it still has to replay, judged by its requests."""
+        """Peer -> version to which it makes its next step; earlier gradients are not kept for it."""
         self._noted = asyncio.Event()
 
     def follow(self, plan: Plan) -> None:

@@ -62,7 +62,7 @@ _FIRST_STEP_S = 60.0
 _FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
-"""The key of a pinned version: (its stored era, or a constant such as `TRAINED` in place of an era; its version)."""
+"""(stored era, version) of a pinned version. The stored era is an era, or a constant such as `TRAINED`."""
 
 
 class _Pin:
@@ -98,7 +98,7 @@ class _Pin:
             self.until_s = now_s + PINNED_S_MAX
 
     def is_over(self, now_s: float) -> bool:
-        """True if no peer has asked for the layers lately. Layers being sent stay up to `PINNED_S_MAX`."""
+        """True if the layers need not be kept. While they are being sent they are kept, up to `PINNED_S_MAX` in all."""
         return self.until_s < now_s and (self.num_sending == 0 or now_s > self._born_s + PINNED_S_MAX)
 
     def forget(self, keys: Collection[str]) -> None:
@@ -184,7 +184,7 @@ class StateServer:
         self._copies.update((peer, version, key) for key in keys)
 
     def forget(self, keys: Collection[str]) -> None:
-        """Stop keeping, for other peers, layers that this peer no longer holds."""
+        """Drop pinned layers, trained or in bf16, that this peer no longer holds."""
         for (era, version), pin in list(self._pins.items()):
             if era in (TRAINED, WEIGHTS):
                 pin.forget(keys)
@@ -358,7 +358,7 @@ class StateServer:
         return StateOffer(version=key[1], digests=digests, pinned_s=PINNED_S, signatures=pin.signatures, base=base)
 
     def _offer_ahead(self, source: PeerID, message: StateRequest) -> StateOffer:
-        """Offer the layer that `source` fetches ahead now, and forget the layer that `source` fetched before."""
+        """Offer a layer that `source` now fetches for the next layout; forget the layer that it fetched before."""
         me = self._endpoint.peer_id
         if len(message.layers) != 1 or not self.gradient_log.is_wanted:
             raise Refused(me, "knows of no next layout, or was asked for several layers at once")
@@ -418,8 +418,8 @@ class StateServer:
             pin.served.add(source)
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
-        """Return the earlier tensor, if the requester wants the difference from it; None: it wants the numbers. Raises:
-        Refused: we do not have the earlier tensor."""
+        """Return the tensor at version `message.base`, from which the requester wants the difference; None: it wants
+        the numbers. Raises: Refused: we do not have that tensor."""
         if message.base < 0 or message.stored_era != WEIGHTS or message.tensor != 0:
             return None
         pin = self._pins.get((WEIGHTS, message.base))
@@ -461,7 +461,7 @@ class StateServer:
         await self._send(source, message, values_N)
 
     async def _give_gradient(self, source: PeerID, message: StateChunkRequest) -> None:
-        """Send the reduced gradient of a layer's step to the requested version; wait a while for the step."""
+        """Send the gradient with which a layer stepped to the requested version; wait for a coming step."""
         me = self._endpoint.peer_id
         if not self._plans.knows(source):
             raise Refused(me, "does not know the sender from a plan")
@@ -480,7 +480,7 @@ class StateServer:
 
     @property
     def _ahead_priority(self) -> Priority:
-        """The priority of layers fetched ahead: the lowest during training; that of state once the run waits."""
+        """Priority of layers and gradients for the next layout: the lowest, or once the run waits, that of state."""
         return Priority.BULK if self.gradient_log.is_wanted else Priority.STATE
 
     async def _send(

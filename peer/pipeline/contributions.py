@@ -33,7 +33,7 @@ HELD_OUT_MAX = 16
 """The most gradients of one step that are kept apart from its sum (held out); each is as large as the stage."""
 
 _Gradient = tuple[Tensor, WeightSet | None]
-"""(a gradient, the weights at which it was taken or None if the compensation for staleness does not need them)."""
+"""(a gradient, the weights at which it was taken, or None if the compensation for staleness needs none)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +41,9 @@ class Summed:
     """One replica's contribution to the reduction of one step."""
 
     sum_N: Tensor
-    """float32 [N] on the host."""
+    """The sum of the replica's gradients of the step, float32 [N], on the host."""
     places: Places | None
-    """The sum of the weights at which the stale gradients were taken, with one summand for each of them. None: no
-    gradient is stale, or the compensation for staleness does not use the sum."""
+    """As in `OpenSum`: the sum of the weights at which the stale gradients were taken, or None."""
     num: int
 
 
@@ -77,12 +76,13 @@ class Contributions:
         return microbatch in self._summed or microbatch.index in self._apart.get(microbatch.step, {})
 
     def finish(self, microbatch: Microbatch, gradient_N: Tensor, weights: WeightSet | None = None) -> None:
-        """Register the tensor that the backward will fill, and the weights that it uses if they are needed later."""
+        """Register a gradient to be contributed later, which the backward may yet have to fill. Args: weights: the
+        backward's weights, if the compensation for staleness needs them."""
         self._finished[microbatch] = (gradient_N, weights)
 
     def zero_unless_finite(self, microbatch: Microbatch, fine: Tensor | None = None) -> Tensor:
-        """Set the gradient of a finished backward to zero unless the sum of its numbers is finite. (If the sum of
-        finite numbers overflows, the norm overflows, too, and no optimizer would take the gradient.)
+        """Set the gradient of a finished backward to zero unless `fine` holds and the sum of its numbers is finite. (If
+        the sum of finite numbers overflows, the norm overflows, too, and no optimizer would take the gradient.)
 
         Args: fine: bool [], True if the backward's input was finite; None: known to be finite.
         Returns: bool [] on the gradient's device, True if the gradient is unchanged.
@@ -135,7 +135,7 @@ class Contributions:
         return make
 
     def settle(self) -> None:
-        """Run the queued orders. Do not call this on the event loop's thread, since large tensors take time."""
+        """Run the queued additions and requests. Not on the event loop's thread: large tensors take time."""
         with self._working:
             while self._told:
                 self._told.popleft()()

@@ -16,9 +16,9 @@ class ExpertPart:
     avoid: PeerID | None = None
     """The previous holder, which failed."""
     replaced: bool = False
-    """True if an earlier holder failed: its sum of gradients may contain this microbatch's gradient already."""
+    """True if an earlier holder failed; that holder's sum may already contain this microbatch's gradient."""
     asked: dict[int, tuple[Payload, Payload]] = field(default_factory=dict)
-    """Layer -> (tokens, gradients) sent for its backward, kept for a new holder until the run's end is reported."""
+    """Layer -> (tokens, gradients) sent for its backward, which a new holder would need; until the run's end."""
     done: set[int] = field(default_factory=set)
     """The layers in which the present holder has run the backward."""
 

@@ -17,8 +17,8 @@ sender may have one run to report, one in progress, and in between some that it 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of a microbatch, identified by its sender (`source`, a stage member), the sender's replica
-    (`incarnation`), and the number of the run at that replica (`passage`)."""
+    """One run of a microbatch, identified by the stage member that sends it (`source`), the number of this member's
+    start (`incarnation`), and the number of the run since that start (`passage`)."""
 
     microbatch: Microbatch
     source: PeerID

@@ -45,8 +45,8 @@ class TokenWire:
         return rows_PD.to(device, torch.float32, copy=True)
 
     def rows(self, counts: Mapping[int, int]) -> dict[int, slice]:
-        """Return expert -> slice of its bytes in a payload. Args: counts: expert -> number of its rows, in the
-        payload's order."""
+        """Return expert -> the slice of a payload's bytes that has its rows. Args: counts: expert -> number of its
+        rows, in the payload's order."""
         spans, at = {}, 0
         for expert, count in counts.items():
             spans[expert] = slice(at, at + count * self.row_bytes)

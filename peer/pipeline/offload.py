@@ -38,7 +38,7 @@ class Offload:
         return self._device.type in _APART
 
     def begin(self) -> bool:
-        """Keep moments and `Places` in host memory from now on. Return False if it was so before or is impossible."""
+        """Keep moments and `Places` in host memory from now on. Return False if that is impossible or nothing new."""
         if self.is_on or not self.is_possible:
             return False
         logger.warning(

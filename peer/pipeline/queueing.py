@@ -25,5 +25,5 @@ class LinkQueues:
         return took_s - quickest_s
 
     def last_waited_s(self, target: PeerID) -> float:
-        """Return an estimate of the next message's wait in the queue, in seconds."""
+        """Return the wait of the last message to `target`, in seconds, as an estimate for the next; 0: none."""
         return self._waited_s[target]

@@ -53,7 +53,7 @@ class _Step:
     new: dict[str, LayerState] = field(default_factory=dict)
     skipped: int = 0
     square: float = 0.0
-    """The squared 2-norm of the stepped layers' (`new`) gradients before clipping."""
+    """The sum of squares of the gradients, before clipping, of all layers in `new`."""
 
 
 class How(TypedDict, total=False):
@@ -132,7 +132,7 @@ class Shard:
 
     @property
     def remembers(self) -> bool:
-        """True if a microbatch of the previous step may run again: with equal weights, or if s_max > 0 with others."""
+        """True if microbatches of the previous step may be repeated, with its weights or (s_max > 0) others."""
         return self._weights.remembers or self.spec.training.s_max > 0
 
     def initial_state(self) -> StageState:
@@ -285,7 +285,7 @@ class Shard:
         return AdaptedLayer(self._base[key], leaves, scale=self.spec.adapter.scale)
 
     def _collect(self, microbatch: Microbatch, weights: WeightSet, leaves: Leaves, contributes: bool) -> None:
-        """Make the coming backward write its gradient into one flat tensor, unless the gradient is not needed."""
+        """Make the coming backward write its gradient into one flat tensor, unless the group or we have it."""
         self._contributions.settle()
         if not contributes or self._contributions.has(microbatch):
             return

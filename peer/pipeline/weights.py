@@ -95,7 +95,7 @@ class Weights:
         return weights
 
     def kept_of(self, state: StageState) -> WeightSet | None:
-        """Return the weights of `state` to keep through the coming step, which frees the state; None: keep none."""
+        """Return the weights of `state` if synchronous microbatches may need them after the coming step; else None."""
         s_max, synchronous_steps = self._spec.training.s_max, self._spec.synchronous_steps
         if staleness_bound(state.version + 1, s_max=s_max, synchronous_steps=synchronous_steps) > 0:
             # If staleness is admitted, `s_max + 2` copies may be alive: one more for exact repair is not worth it.

@@ -17,8 +17,8 @@ from shoal.protocol.limits import DIGESTS_OF_ONE_MAX
 from shoal.protocol.messages import CommitReport, Digest, RoundStart
 
 UNCOMPARED_MAX = 16
-"""A round's digests are compared without a member that is more than this many versions behind, as its device is
-slow."""
+"""A member that has not sent its digest by the time we are this many versions past a round loses its vote in that
+round, if most members have sent theirs: its device is slow."""
 MUTE_S = 5.0
 """Seconds after our step until a member that has not sent its digest loses its vote, if most members have sent theirs.
 A timeout is needed because a round can end without a member that owns no part of the gradient."""
@@ -38,13 +38,13 @@ class Agreement:
     _digests: dict[int, dict[PeerID, str]] = field(default_factory=dict)
     _spoken: dict[PeerID, int] = field(default_factory=dict)
     _norms: dict[int, float] = field(default_factory=dict)
-    """Version -> norm of the gradient of our step to that version."""
+    """Version -> norm of the gradient with which we stepped to that version."""
     own: tuple[Digest, ...] = ()
-    """Our digest of the present version, as the only element; empty: we have not reached a version yet."""
+    """The digest of our present state, as a tuple of one; empty: we have no complete state yet."""
     _since_s: dict[int, float] = field(default_factory=dict)
     """Step -> time at which `settle` first found that we had made this step."""
     next_s: float = math.inf
-    """Time to call `settle` again: then it may return a round although digests are missing. Infinite: no such round."""
+    """Time to call `settle` again: `MUTE_S` then ends for a round that lacks digests. Infinite: no round waits."""
     _unreported: deque[tuple[PeerID, CommitReport]] = field(default_factory=lambda: deque(maxlen=UNCOMPARED_MAX))
 
     def stepped(self, version: int, digest: str, gradient_norm: float | None) -> None:
@@ -107,9 +107,10 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds up to `version` to compare now: in them each member has sent a digest, is gone, or is late.
+        """Return the rounds before `version` whose digests can be compared now: each full member has sent one or is
+        gone, or most have sent one and time is up (`MUTE_S`, `UNCOMPARED_MAX`).
 
-        A digest of a later version counts, too: the sender has skipped the round's version by fetching a later state.
+        A digest of a later version counts as sent: the sender skipped the round's version by fetching a later state.
         Args: has_ended: the layout commits no more steps.
         """
         settled, self.next_s = [], math.inf
@@ -127,7 +128,8 @@ class Agreement:
         return settled
 
     def conclude(self, start: RoundStart, gone: Container[PeerID], *, in_plan: bool) -> list[CommitCommand]:
-        """Compare the members' digests after a round that `settle` returned. Args: in_plan: the plan names us."""
+        """Compare the digests after a round that `settle` returned. If ours is not the most frequent, return a command
+        to fetch the state, else one to report the commit or to keep the report. Args: in_plan: the plan names us."""
         version = start.step + 1
         digests = self._digests.pop(version, {})
         voters = [peer for peer in _voters(start) if peer in digests]
@@ -169,5 +171,5 @@ class Agreement:
 
 
 def _voters(start: RoundStart) -> list[PeerID]:
-    """Return the full members of the round; learners have no vote."""
+    """Return the round's full members, which vote on the digest by sending theirs; learners have no complete state."""
     return [member.peer for member in start.members if member.peer not in start.learners]

@@ -55,7 +55,7 @@ class Attestations:
         self._said = {v: said for v, said in self._said.items() if said}
 
     def signers(self, version: int, root: str) -> dict[PeerID, bytes]:
-        """Return holder -> signature of state digest `root` at `version`."""
+        """Return holder -> signature, for the holders that signed the state with digest `root` at `version`."""
         return {peer: signature for peer, (said, signature) in self._said.get(version, {}).items() if said == root}
 
     def clear(self) -> None:

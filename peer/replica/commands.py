@@ -85,8 +85,8 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class RejectMicrobatch:
-    """Tell `target` that we will not compute the microbatch, so that `target` sends it elsewhere. `target` None: tell
-    stage 0's leader, which granted the microbatch. `begun`: the microbatch may have run already."""
+    """Tell `target` that we will not compute the microbatch, so that `target` sends it elsewhere. If `target` is None,
+    tell stage 0's leader, which granted the microbatch. `begun`: the microbatch may have run already."""
 
     microbatch: Microbatch
     target: PeerID | None
@@ -122,7 +122,7 @@ class Make:
 
 @dataclass(frozen=True, slots=True)
 class MemberGranted:
-    """Record in the group that the queue granted `microbatch` to `peer`, which may die before it reports the grant."""
+    """Tell the group's core that `microbatch` was granted to `peer`, so that it runs again if `peer` dies."""
 
     peer: PeerID
     microbatch: Microbatch
@@ -160,8 +160,9 @@ QueueCommand = (
 
 @dataclass(frozen=True, slots=True)
 class Tell:
-    """Send `message` to all other members, or only to member `to`. `can_wait`: only the leader must get it at once, the
-    others within seconds. `can_rest` (only with `can_wait`): the leader, too, may get it later (`telling.py`)."""
+    """Send `message` to all other members, or only to member `to`. `can_wait`: only the leader must get it at once; it
+    may reach the others seconds later. `can_rest` (only with `can_wait`): it may reach the leader later, too
+    (`telling.py`)."""
 
     message: Progress | RoundStart | Digest
     can_wait: bool = False
@@ -185,7 +186,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Witness:
-    """Show our group's commit to the observers in this process. Another member reports it to the coordinator."""
+    """Show our group's commit to observers in this process; another member reports it to the coordinator."""
 
     report: CommitReport
 

@@ -198,7 +198,8 @@ class ReplicaCore(MemberCore):
         return commands + self._flow(TrafficPlanned(shares, self._upstream | self._draining_upstream), now_s)
 
     def _shares_of_next(self, plan: Plan) -> dict[PeerID, float]:
-        """Return member of the next stage -> its traffic share; the first is the member with which we begin."""
+        """Return member of the next stage -> share of the traffic. Each of our members begins with another one
+        (`in_turn`)."""
         group_peers, receivers = plan.stages[self.pipeline.stage].peers, plan.stages[self.pipeline.stage + 1].members
         if self.group.me in group_peers:
             receivers = tuple(in_turn(receivers, group_peers.index(self.group.me), len(group_peers)))

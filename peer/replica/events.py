@@ -34,8 +34,9 @@ class Contributed:
 
 @dataclass(frozen=True, slots=True)
 class PlanFollowed:
-    """`plan` is the newest plan that leaves our group and its layers as before. `former`: peers that recent plans name
-    in the group, but this plan does not. `upstream`: present and recent holders of the stage before ours."""
+    """`plan` is newer than the plan that we follow, and leaves us our group and the group its layers. `former`: peers
+    that recent plans name in the group, but this plan does not. `upstream`: present and recent holders of the stage
+    before ours."""
 
     plan: Plan
     former: frozenset[PeerID] = frozenset()
@@ -116,7 +117,7 @@ class Arrived:
     retried: bool = False
     """The microbatch may have run before, here or elsewhere."""
     incarnation: int = 0
-    """The number of the start in which `source` sent the activation (its incarnation then)."""
+    """The incarnation (number of the start) in which `source` sent the activation."""
 
 
 @dataclass(frozen=True, slots=True)

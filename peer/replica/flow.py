@@ -40,7 +40,8 @@ STEPS = 6
 """Measurements, such as the median commit time, cover this many last steps: one step with a dead peer is not
 decisive."""
 TOLD = 32
-"""Commit times reported with this many last gradients count: that of a gone replica is soon forgotten."""
+"""The longest of the commit times that came with this many last gradients counts: a replica that left is soon
+forgotten."""
 
 
 @dataclass(slots=True)
@@ -232,7 +233,7 @@ class Control:
 
     @property
     def in_force(self) -> tuple[int, float] | None:
-        """The (steps ahead, gain) in force: the leader's choice; until the leader has one, ours. None: no choice."""
+        """The (steps ahead, gain) that we follow: the leader's choice; before there is one, ours; else None."""
         if self._led is None and self.choice is not None:
             return self.choice.steps_ahead, self.choice.gain
         return self._led

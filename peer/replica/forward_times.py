@@ -7,7 +7,7 @@ from typing import Final
 from shoal.peer.replica.job import Job
 
 _TOLD_FORWARDS: Final = 9
-"""The median of the last 9 forwards is reported: a slower device shows after five of them, which is beyond noise."""
+"""Number of forwards of which the median is reported; it changes after five slower ones, which is beyond noise."""
 _SURE_FORWARDS: Final = 3
 _SURE_TIMES: Final = 2.0
 """If the last `_SURE_FORWARDS` forwards all took more than this multiple of the median, or all less than the median

@@ -300,7 +300,8 @@ class GroupCore(GroupView):
         return self._hold_to(start)
 
     def _hold_to(self, message: RoundStart) -> list[CommitCommand]:
-        """Take part in a round that the leader opens, or that we open as the leader."""
+        """Follow and join the round of `message`, unless it is old, outbid, dead or a lie. If it lists less than our
+        sum contains, report our contribution instead, so that the leader opens another round."""
         if not self.ready:
             return []  # The round names an earlier incarnation of us; we lack its gradients.
         if message.step < self.version or not self._rounds.outbids(message):
@@ -317,7 +318,7 @@ class GroupCore(GroupView):
         return [Reduce(message)] if mine is not None else []
 
     def _void_round_if_outgrown(self, step: int, peer: PeerID) -> None:
-        """If we lead, drop our round once `peer` has contributed more than it lists (a microbatch ran twice)."""
+        """If we lead, drop our open round if it lists fewer microbatches of `peer` than are now in the peer's sum."""
         start = self._rounds.open[step]
         if step != self.version or self.leader != self.me:
             return
@@ -377,9 +378,9 @@ class GroupCore(GroupView):
         return due_s
 
     def _press(self) -> list[CommitCommand]:
-        """Repeat messages that a member may have dropped when it counted a peer as lost. The leader repeats its round,
-        as members may have followed the lost peer's round. The others repeat their progress, which also names the
-        leader."""
+        """Repeat messages that another member may have dropped when it took their sender for lost. The leader repeats
+        its round, because members may have followed a lost peer's round. The others repeat their progress to the
+        leader; it also names the leader."""
         if self.leader not in (None, self.me):
             return self._tell_open_steps(to=self.leader)
         start = self._rounds.open.get(self.version)
@@ -393,7 +394,7 @@ class GroupCore(GroupView):
 
     @property
     def _whole(self) -> set[PeerID]:
-        """All members, ourselves included, that have reported that they hold the whole state."""
+        """The plan's members that are ready with the whole state, ourselves included if we are one."""
         return {*self.full_members, self.me} if self.ready and not self.is_learner else set(self.full_members)
 
     def _progress(self, step: int, *, names_leader: bool = True) -> Progress:
@@ -457,15 +458,15 @@ class GroupCore(GroupView):
         return [Tell(start), *self._hold_to(start)]
 
     def _look_ahead(self, now_s: float) -> None:
-        """If another member has a later version, set when to ask it for the gradient that we lack: at once, or after
-        `catch_up_after_s` if a round that names us should bring this gradient."""
+        """If another member has a later version, we lack a gradient: set when to ask for it. That is now or, if an open
+        round names us and so should bring it, after `catch_up_after_s`."""
         if self._agreement.is_behind(self.version):
             round_brings_it = self._rounds.has_named(self.me, self.version)
             self._behind_at_s = min(self._behind_at_s, now_s + (self.catch_up_after_s if round_brings_it else 0.0))
 
     def _catch_up(self, now_s: float) -> list[CommitCommand]:
-        """Ask a member that is ahead for the gradient, each time another member, since one may be dead. Members that
-        are behind begin with different members, so that not all ask the same."""
+        """Ask one of the members that are ahead for the gradient of our next step. A repeated call asks another one,
+        since the first may be dead. Members that are behind begin with different ones, so that not all ask the same."""
         self._behind_at_s = now_s + 2 * self.catch_up_after_s
         self._num_asked += 1
         ahead = self._agreement.ahead_of(self.version, self.is_gone) if self.ready else []

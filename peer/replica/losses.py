@@ -21,8 +21,8 @@ STALL_S_BEGINNING = 3.0
 The first microbatches have yet to pass all stages, and members report contributions up to a second late
 (`../group/telling.py`)."""
 STALL_S_PIPELINE = 10.0
-"""Stage 0's group waits at least this many seconds before it requests a repair: most microbatches that it lacks are
-still in the pipeline."""
+"""Stage 0's group suspects a loss only after this many seconds without a contribution, or more: most microbatches that
+it lacks are still in the pipeline. (This does not hold before the first step.)"""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -39,7 +39,8 @@ class Losses:
     is_first: bool = False
     """Our stage is stage 0: most microbatches that it lacks are still in the pipeline, so it asks late for repairs."""
     begins_at: int = 0
-    """The restore point's version. Stage 0's leader grants all of the step after it, so it knows of every loss."""
+    """The version at which this generation began (its restore point). Earlier grants do not count, so a leader of stage
+    0 that was there from this version on knows of every loss."""
     _claims: dict[int, dict[PeerID, Indices]] = field(init=False, default_factory=dict)
     _lost: dict[int, Indices] = field(init=False, default_factory=dict)
     suspect_at_s: float = STALL_S_FIRST
@@ -60,7 +61,7 @@ class Losses:
     """Latest step times. Their median counts, so that one stalled step does not delay the request in the next."""
 
     def claimed(self, peer: PeerID, step: int, indices: Indices) -> None:
-        """Record microbatches as granted to `peer`: `peer` says so, or we grant them (its own report may be lost)."""
+        """Record these microbatches as granted to `peer`: it has reported them or, as the leader, we grant them now."""
         claims = self._claims.setdefault(step, {})
         claims[peer] = claims.get(peer, 0) | indices
 

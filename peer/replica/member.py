@@ -65,7 +65,6 @@ class MemberCore(ABC):
 
     @property
     def plan(self) -> Plan:
-        """The newest plan that we have followed."""
         return self._plan
 
     def handle(self, event: Event, *, now_s: float) -> list[Command]:
@@ -122,7 +121,7 @@ class MemberCore(ABC):
 
     @abstractmethod
     def _member_said(self, peer: PeerID, presence: PresenceUpdate, now_s: float) -> list[CommitCommand]:
-        """Tell the group's core what `presence` says about a peer's place in our group."""
+        """Tell the group's core whether `peer` is in our group, and whether it is ready and open there."""
 
     def _more_follows(self, step: int) -> bool:
         """True if this member has yet to contribute more microbatches of `step`: one report can then cover several."""

@@ -18,11 +18,10 @@ class Mate:
     is_learner: bool = False
     """The member takes part with weights alone, without the optimizer's moments."""
     is_open: bool = True
-    """The member accepts microbatches."""
     is_present: bool = False
     """The member has announced itself since it was last recorded as lost."""
     is_absent: bool = False
-    """The member died, or is unreachable and not ready. Nobody waits for its messages."""
+    """The member is lost (see `lost`), or it is unreachable and not ready. We wait for no message from it."""
     reported_empty: bool = False
     """The member's last announcement said that it is not ready, is a learner, or has a place elsewhere."""
     names: PeerID | None = None
@@ -73,7 +72,7 @@ class MembershipView:
 
     @property
     def standing(self) -> tuple[int, int]:
-        """(Our rank among the full members, from 0; number of full members)."""
+        """(Our rank among the full members, from 0; their number). The rank is their number if we are none."""
         whole = tuple(peer for peer in self.ranked if peer not in self.learners)
         return whole.index(self.me) if self.me in whole else len(whole), len(whole)
 
@@ -148,12 +147,10 @@ class MembershipView:
         self._changed()
 
     def set_ready(self, ready: bool, *, learner: bool = False) -> None:
-        """Record whether we take part, and whether as a learner."""
         self.ready, self.is_learner = ready, ready and learner
         self._changed()
 
     def set_open(self, is_open: bool) -> None:
-        """Record whether we accept traffic."""
         self.is_open = is_open
         self._changed()
 

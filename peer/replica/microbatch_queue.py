@@ -133,7 +133,7 @@ class MicrobatchQueue:
     """The halts of members that leave and are the last holder of a stage. No step begins while a halt is open."""
     _reached_s: deque[float] = field(init=False, default_factory=lambda: deque(maxlen=16))
     _repaired_until_s: dict[PeerID, float] = field(init=False, default_factory=dict)
-    """Peer -> time until which its past repairs count, each for 1 / `REPAIRED_SHARE` of the time of a microbatch."""
+    """Peer -> time until which its past repairs count, each for 1 / `REPAIRED_SHARE` times a microbatch."""
     _spared_s: float = field(init=False, default=0.0)
     """The time at which repairs beyond `REPAIRED_SHARE` were last admitted, because the run stood still."""
     _losses: dict[int, dict[int, float]] = field(init=False, default_factory=dict)
@@ -143,7 +143,7 @@ class MicrobatchQueue:
     """Seconds from claim to answer, for our last claims. The least is the round trip of a claim answered at once."""
     _plan: Plan | None = field(init=False, default=None)
     _serves_at_s: float = field(init=False, default=math.inf)
-    """When to answer open claims: at the end of this turn of the event loop if something changed, else never (inf)."""
+    """When to answer open claims: at the end of this turn of the event loop if something changed; infinite: not now."""
     _claims_at_s: float = field(init=False, default=math.inf)
     _failed_until_s: float = field(init=False, default=0.0)
     """Time before which we send no new claim for microbatches, because one has failed."""
@@ -417,7 +417,7 @@ class MicrobatchQueue:
         return due
 
     def _its_own(self, share: float) -> int:
-        """Return how many microbatches of a step are a member's full share: the plan's share and up to a tenth more."""
+        """Return how many microbatches of a step are a full share: by the plan, or up to a tenth more."""
         of_plan = share * self.book.microbatches
         return max(math.ceil(of_plan), math.floor(_SHARE_TIMES * of_plan))
 
@@ -479,7 +479,7 @@ class MicrobatchQueue:
         return may_run
 
     def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
-        """Divide among all open members the microbatches that were lost with a replica: one member would take too
+        """Divide lost microbatches of a step among the open members that are not far too slow: one alone would take too
         long."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
@@ -516,15 +516,17 @@ class MicrobatchQueue:
     # --- halts ---
 
     def _check_holder(self, source: PeerID) -> None:
-        """Check a request. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers."""
+        """Check a request. Raises: Refused: we do not lead stage 0, or the sender has no place in the plan or here."""
         if not self.group.is_leader:
             raise Refused(self.group.me, "does not lead stage 0")
         if self._plan is None or not (self._plan.groups_of(source) or self.group.has_place(source)):
             raise Refused(self.group.me, "does not know the sender as a holder")
 
     def _halt(self, source: PeerID, at_once: bool, call: int, now_s: float) -> list[QueueCommand]:
-        """Begin or renew a halt. Raises: Refused: we do not lead stage 0, or the plan gives the sender no layers, or
-        the sender has used up its halt."""
+        """Begin no further step for `HALT_S` seconds, as `source` asks, which leaves the run; a repeated request
+        prolongs this, up to `HALTED_S_MAX` in all. Answer `call` with the version at which all stages stop. Args:
+        at_once: also grant no more of the begun steps. Raises: Refused: we do not lead stage 0, `source` holds no
+        layers, or its time is used up."""
         self._check_holder(source)
         halt = self._halts.setdefault(source, _Halt(ends_s=now_s + HALTED_S_MAX))
         if now_s >= halt.ends_s:

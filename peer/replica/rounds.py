@@ -14,7 +14,7 @@ from shoal.protocol.messages import RoundStart
 from shoal.protocol.wire_format import WireFormat
 
 _EACH: Final = 1000
-"""A round's number has digits to this base: the plan's sequence, retries under the plan, leader's rank, incarnation."""
+"""A round's number has four parts of this base: plan's sequence, retries under the plan, leader's rank, incarnation."""
 _PLANS_AHEAD_MAX: Final = 16
 """A leader may know this many plans that we do not know yet. A round numbered by a plan further ahead is refused, since
 its number would shut out every other round."""
@@ -60,7 +60,7 @@ class Rounds:
         return any(self.members.is_gone(member.peer) for member in start.members)
 
     def outbids(self, start: RoundStart) -> bool:
-        """True if round `start` replaces the round of the same step that we follow."""
+        """True if we should follow round `start` and no longer the round of the same step that we follow, if any."""
         known = self.open.get(start.step)
         return (
             known is None or start.attempt > known.attempt or (start.attempt != known.attempt and self.is_dead(known))
@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def named(self) -> set[PeerID]:
-        """The members of all open rounds."""
+        """The members of all rounds that are in progress, or whose results are not compared yet."""
         return {member.peer for start in self.open.values() for member in start.members}
 
     def has_named(self, peer: PeerID, step: int) -> bool:

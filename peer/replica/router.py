@@ -31,7 +31,7 @@ class PeerPace:
     """The running average of the seconds that each peer takes for one microbatch, time in queues excluded."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
-    """Peer -> average seconds for a microbatch, an upper bound: delays that other peers may have caused count."""
+    """Peer -> average seconds for a microbatch, including delays that other peers may have caused (an upper bound)."""
     _blamed_s: dict[PeerID, float] = field(default_factory=dict)
     """Peer -> average seconds for a microbatch, without delays that other peers may have caused."""
     _tried_s: dict[PeerID, float] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class PeerPace:
             of[peer] = before_s + gain * (new_s - before_s)
 
     def gave_up(self, peer: PeerID, after_s: float) -> None:
-        """Record that the peer has not answered in time. This at least doubles its average, and so the time until it is
-        tried again."""
+        """Record that the peer has not answered in time. This at least doubles its average (up to an hour), and so
+        delays its next trial."""
         # In a run that stands still no replica answers; without a limit, doubling would end at infinity, a weight of 0.
         takes_s = min(max(after_s, 2.0 * self._takes_s.get(peer, 0.0)), 3600.0)
         self._takes_s[peer] = self._blamed_s[peer] = takes_s
@@ -56,18 +56,19 @@ class PeerPace:
         self._tried_s[peer] = now_s
 
     def weight(self, peer: PeerID, among: Iterable[PeerID], *, waiting_s: float = 0.0) -> float:
-        """Return 1 for a peer about as quick as the quickest of `among`, less for a slower peer.
+        """Return 1 for a peer that takes up to `LAGS` times as long as the quickest of `among`, else the quotient of
+        their times.
 
-        Args: waiting_s: age of the peer's oldest unanswered microbatch."""
+        Args: waiting_s: age of the peer's oldest unanswered microbatch.
+        """
         return self._weight(peer, self._best_s(among), waiting_s)
 
     def weights(self, among: Iterable[PeerID]) -> dict[PeerID, float]:
-        """Return the `weight` of each peer in `among`."""
         best_s = self._best_s(among)
         return {peer: self._weight(peer, best_s) for peer in among}
 
     def is_due(self, peer: PeerID, now_s: float) -> bool:
-        """True if the peer has had no microbatch for so long that a trial is due: it may be new or have recovered."""
+        """True if the peer's last microbatch (if none: the first call of this) is so long ago that it is tried."""
         if peer not in self._tried_s:
             self._tried_s[peer] = now_s  # it is new: give its share time to show
         return now_s >= self._tried_s[peer] + max(TRIES_APART_S, TRIES_APART * self._blamed_s.get(peer, 0.0))
@@ -86,7 +87,7 @@ class PeerPace:
 
 @dataclass(slots=True)
 class Turns:
-    """Measures each member's seconds per microbatch: from the grant or, if later, the member's contribution before."""
+    """Measures a member's seconds per microbatch: from its grant, or the contribution before it if that is later."""
 
     _takes_s: dict[PeerID, float] = field(default_factory=dict)
     _made_s: dict[PeerID, float] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class Turns:
         microbatches keeps all others waiting. So it holds only as many as it can finish while the others finish the
         rest, but at least one. A peer about as quick as the others has no limit.
 
-        Args: held: present claimant -> number of microbatches that it holds; left: microbatches not granted yet.
+        Args: held: ready member -> number of microbatches that it holds; left: microbatches not granted yet.
         """
         own_s = self._takes_s.get(peer, 0.0)
         others_s = {other: s for other in held if other != peer and (s := self._takes_s.get(other, 0.0)) > 0.0}
@@ -173,7 +174,7 @@ class Router:
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return the replicas that have had no work for so long that one of them must be next, whatever the shares."""
+        """Return the replicas that have had no work for so long that one is next; if any lag, only those that lag."""
         idle, laggards = [], []
         for peer in candidates:
             if not self._outstanding.get(peer) and self._pace.is_due(peer, now_s):

@@ -16,17 +16,17 @@ from shoal.protocol.wire_format import WireFormat
 
 @dataclass(slots=True)
 class Tally:
-    """One member's contribution to one step: the microbatches in its sum or kept apart from it, as far as we know."""
+    """One member's contribution to one step, as far as we know: microbatches in its sum, or held out of it."""
 
     indices: Indices = 0
     loss_sum: float = 0.0
     staleness_sum: int = 0
     held_out: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """Index of a microbatch kept apart from the sum, which a round can still omit -> (its loss, its staleness)."""
+    """Index of a microbatch that is kept apart, so that a round can omit it -> (its loss, its staleness in steps)."""
 
     @property
     def firm(self) -> Indices:
-        """Indices of the microbatches that can no longer be left out of the member's sum."""
+        """Indices of the microbatches in the member's sum itself, which no round can omit."""
         return self.indices & ~self._optional
 
     def may_bring(self, indices: Indices) -> bool:
@@ -119,7 +119,6 @@ class Tallies:
         return union
 
     def is_held(self, step: int, index: int) -> bool:
-        """True if a member has contributed the microbatch."""
         return has_index(self.held(step, self._by_step.get(step, ())), index)
 
     @property
@@ -129,7 +128,7 @@ class Tallies:
 
     @property
     def steps(self) -> set[int]:
-        """Steps of which we have contributed microbatches, or have been granted some."""
+        """The open steps of which a member has reported contributions, or of which microbatches were granted to us."""
         return {*self._by_step, *self._claimed}
 
     def claim(self, step: int, index: int) -> None:
@@ -160,7 +159,7 @@ class Tallies:
         return now > before
 
     def lose(self, peer: PeerID, step: int) -> Indices:
-        """Drop a dead member's contribution to `step` and return it."""
+        """Drop a dead member's contribution to `step`. Return the indices of its microbatches."""
         return self._by_step.get(step, {}).pop(peer, Tally()).indices
 
     def forget_before(self, version: int) -> None:
@@ -169,7 +168,7 @@ class Tallies:
                 del table[step]
 
     def word(self, step: int, *, stage: int, leader: PeerID, incarnation: int, count: int) -> Progress:
-        """Return our report on `step`: the microbatches that we have contributed, and those granted to us."""
+        """Return our report on `step`: the microbatches that we have contributed, and our grants."""
         mine, claimed = self._by_step.get(step, {}).get(self.me) or Tally(), self._claimed.get(step, 0)
         return Progress(
             stage=stage,

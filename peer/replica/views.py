@@ -59,7 +59,7 @@ class GroupView(MembershipView):
         return peer == self.me or self.is_near(peer)
 
     def lacks(self, step: int, index: int) -> bool:
-        """True if, as far as we know, no member of our group has contributed the microbatch."""
+        """True if `step` is still open and no member of our group is known to have contributed the microbatch."""
         return step >= self.version and not self._tallies.is_held(step, index)
 
     def voters(self, newcomer: PeerID) -> tuple[PeerID, ...]:
@@ -70,7 +70,6 @@ class GroupView(MembershipView):
         return voters(self.planned, newcomer, reported_empty=self.reported_empty, draining=leaving)
 
     def has_round(self, step: int) -> bool:
-        """True if a round of `step` is open."""
         return step in self._rounds.open
 
     def are_past(self, step: int) -> bool:
@@ -90,14 +89,14 @@ class GroupView(MembershipView):
 
     @property
     def owes(self) -> bool:
-        """True while others need us: for our contributions, for a round, or as the only full member at our version."""
+        """True while others need our contributions or our part in a round, or no other full member has our version."""
         has_mates = bool(self.full_members) and not self.is_learner
         alone = has_mates and not self._agreement.num_past(self.version - 1, self.full_members)
         return alone or self._tallies.has_own or self.me in self._rounds.named
 
     @property
     def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of the rounds after which we have not yet compared digests."""
+        """The other members of our rounds that are in progress, or whose digests are not compared yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
 

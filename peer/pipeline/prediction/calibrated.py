@@ -34,7 +34,7 @@ class _Gain:
 
 @dataclass(slots=True)
 class _Trace:
-    """A measurement of one gain in progress: the predicted movement, and its product with the actual one so far."""
+    """A measurement of a gain: `way_N`, the predicted movement, and its scalar product with the steps made so far."""
 
     way_N: Tensor
     staleness_steps: int
