@@ -27,12 +27,12 @@ class LinkProbing:
         self._task: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
         self._far: set[PeerID] = set()
-        """Peers with a round trip of `FAR_S` or more, probed since we last probed several links at once."""
+        """Peers with a round trip of `FAR_S` or more that we have probed since we last probed several links at once."""
         self._beside: tuple[PeerID, ...] = ()
         self.card_bytes_per_s = 0.0
         """Highest rate measured over several links at once: that of our network card; 0: not measured."""
         self._is_card_known = False
-        """The network card has been measured since its rate was last in doubt."""
+        """True if the network card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
         """Time when the coordinator last said that the run is slower than the measured figures explain."""
 

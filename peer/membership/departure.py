@@ -90,7 +90,8 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. If all holders leave, this is true only for the first by rank."""
+        """True if our layers would be lost with us: all full members leave, and we rank first. Else, or without a whole
+        state, or after the run's last step: False."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
@@ -190,7 +191,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Return our state; during a step, the state after that step. None: the step does not end in time."""
+        """Return our state; during a step, the state after it. None: the step lasts beyond `_SAVE_S` and `until_s`."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 

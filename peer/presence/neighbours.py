@@ -109,7 +109,7 @@ class Neighbours:
                 self.forget(peer)
 
     def count_out(self, before: Plan, plan: Plan) -> None:
-        """Forget the members that plans after `before` have dropped, even plans that we have not seen."""
+        """Forget the members that plans after `before` have dropped; those that do not drain count as dead."""
         for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
             # A member that was to move elsewhere did not leave on its own: it died on the way.
             drains = self.drains(peer, before.stage_of(peer)) and not plan.has(peer)
