@@ -60,7 +60,7 @@ class Asking:
 
     @property
     def shunned(self) -> frozenset[PeerID]:
-        """Holders to avoid now, because they were far slower than other holders."""
+        """Holders to avoid at present, because their answers came far later than those of other holders."""
         return self._patience.shunned(self._s.clock.now_s())
 
     def next_serial(self) -> int:

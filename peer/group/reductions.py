@@ -231,7 +231,7 @@ class Pressing:
         return now_s < self._moved_s + BELIEVED_S
 
     def was_in_vain(self, reduction: Reduction) -> bool:
-        """True if no piece has arrived since `stands_still` last returned true for the round."""
+        """True if no piece of the round has arrived since `stands_still` last said that the round stands still."""
         return self._pressed == (reduction, reduction.num_taken)
 
 

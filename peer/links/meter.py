@@ -93,7 +93,7 @@ class _Link:
 
     @property
     def has_fallen(self) -> bool:
-        """True if the last two probes agree and are far below the one before them: the link has become slow."""
+        """True if the last two probes agree, and are far below the best of the last three: the link has become slow."""
         late = list(self.probes)[-2:]
         return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), 1.5 * min(late))
 

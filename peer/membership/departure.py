@@ -101,7 +101,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if a successor must still fetch our layers: a member of the plan, or of a plan that may still come."""
+        """True if a successor may still fetch our layers: a member that stays, or one that a coming plan may name."""
         plan = self._plans.newest
         if plan is None:
             return False
