@@ -153,8 +153,8 @@ class LinkMeter:
             self._failures[peer] = None
 
     def cannot_reach(self, peer: PeerID) -> bool:
-        """True if the last two or more tries to reach `peer` have failed. A single failure may be a broken connection,
-        which the next try replaces."""
+        """True if two or more tries to reach `peer` have failed since its last answer. A single failure may be a broken
+        connection, which the next try replaces."""
         link = self._links.get(peer)
         return link is not None and link.num_failed >= 2
 

@@ -86,8 +86,8 @@ class LinkProbing:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Stop probing peers that do not answer. All doubtful peers are tried at once: one by one, the tries would take
-        longer than the coordinator delays the first plan."""
+        """Stop probing peers that do not answer. All peers that we have not met, or may not reach, are tried at once:
+        one by one, the tries would take longer than the coordinator delays the first plan."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}

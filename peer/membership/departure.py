@@ -112,8 +112,8 @@ class Departure:
         return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
-        """Wait until the coordinator has made a plan without us. If we left before the coordinator knows that a
-        successor holds our layers, the coordinator would take the layers for lost."""
+        """Wait until a plan gives us no place, for twice `_PLAN_HEARTBEATS` at most. If we left before the coordinator
+        knows that a successor holds our layers, the coordinator would take the layers for lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         me, plans = self._endpoint.peer_id, self._plans
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)

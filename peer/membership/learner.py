@@ -49,8 +49,8 @@ _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
 """Seconds between requests to holders, which may be stepping or signing their state."""
 _STILL_S = 60.0
-"""Seconds without a new piece after which a round is given up. On slow lines a member's pieces wait for minutes behind
-activations, but pieces come from several members."""
+"""Seconds without a new piece of a round after which we wait no longer for its result. On slow lines a member's pieces
+wait for minutes behind activations, but pieces come from several members."""
 _PATIENCE_S = 300.0
 """Seconds that fetching one range of a tensor may take: the holder may first send the pieces of a round for minutes."""
 _LOOK_S = 0.1
