@@ -53,12 +53,12 @@ class Plans:
         return any(entry.plan.has(peer) for entry in self._obeyed if entry.until_s >= now_s)
 
     def begins_with(self, version: int) -> bool:
-        """True while the newest layout, if it begins at `version` or later, has not made its first step."""
+        """True if the layout of the newest plan begins at `version` or later, and has made no step yet."""
         plan = self.newest
         return plan is not None and plan.not_started and version <= plan.restore_version
 
     def former(self, group: int) -> frozenset[PeerID]:
-        """Return the peers that have left `group` since the group got its present layers (and expert)."""
+        """Return peers that recent plans, but not the newest, had in `group` with its present layers (and expert)."""
         newest = self.newest
         if newest is None:
             return frozenset()

@@ -18,7 +18,6 @@ class Tasks:
         task.add_done_callback(self._done)
 
     async def cancel(self) -> None:
-        """Cancel all tasks."""
         for task in tuple(self._running):
             task.cancel()
         await self.wait()

@@ -170,7 +170,7 @@ class ChatTemplate:
 
 
 def load_template(tokenizer: Path | None) -> ChatTemplate:
-    """Load the chat template beside the file `tokenizer`; if None, ChatML. Raises: DataError: no template is there."""
+    """Load the chat template in the folder of `tokenizer`; if None, ChatML. Raises: DataError: no template is there."""
     if tokenizer is None:
         return ChatTemplate(CHATML, {}, name="shoal's own chat template")
     folder = tokenizer.parent

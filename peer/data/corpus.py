@@ -224,7 +224,7 @@ def _read_bytes(files: Files, validation_fraction: float) -> Corpus:
 
 
 def _whole_files(named: Sequence[tuple[str, bytes]], sizes: Sequence[int], wanted: int) -> frozenset[int]:
-    """Return the indices of validation files of at most `wanted` bytes; none if they have less than half of it."""
+    """Choose validation files of `wanted` / 2 to `wanted` bytes in all. Return their indices; empty: no choice."""
     order = sorted(range(len(named)), key=lambda i: blake3(named[i][0].encode(errors="surrogateescape")).digest())
     chosen: set[int] = set()
     left = wanted

@@ -80,8 +80,8 @@ def find_files(source: str) -> Files:
 
 
 def identify(spec: DataSpec) -> list[Any]:
-    """Return a key for a source and its present content: the names, sizes and times of its files, which are not read. A
-    data set of the hub is assumed not to change. Raises: DataError: there is no such file or folder."""
+    """Return a key for a source and its content: each file's name, size and time of change, or the name of a data set
+    of the hub, assumed not to change. Raises: DataError: there is no such file or folder."""
     if spec.source.startswith(HUB):
         return [spec.source, spec.subset, spec.split]
     files = find_files(spec.source)
@@ -249,8 +249,8 @@ def _documents(
 ) -> Iterator[Document]:
     """Convert rows to documents, and record the unusable rows. `where` stands before a row's number in messages.
 
-    Raises: DataError: the rows cannot be read, or none of the first rows is usable. Not raised if a file in a folder
-        (not `is_alone`) has a single row, which is unusable: it often has settings, not data, and is only skipped.
+    Raises: DataError: the rows cannot be read, or none of the first `ROWS_TRIED` is usable. Not raised if the only row
+    of a file in a folder (not `is_alone`) is unusable: such a file often has settings, not data.
     """
     first: tuple[str, Unusable] | None = None
     tried = 0

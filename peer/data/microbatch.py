@@ -31,9 +31,9 @@ _Chosen = tuple[Samples, int]
 def microbatch(corpus: Corpus, spec: RunSpec, step: int, index: int) -> tuple[Tensor, Labels]:
     """Return microbatch (step, index): int64 tokens [B, T], and labels.
 
-    The samples of all passes, in the order of each pass, are numbered from 0 on. With M microbatches a step, microbatch
-    (t, i) has the samples [(t M + i) B, (t M + i + 1) B).
-    Raises: DataError: a text is too short for one sample. ValueError: no such microbatch.
+    The samples of the whole run are numbered from 0 on, in the order in which training visits them. With M microbatches
+    a step, microbatch (t, i) has the samples [(t M + i) B, (t M + i + 1) B). Raises: DataError: a text is too short for
+    one sample. ValueError: no such microbatch.
     """
     M = spec.training.microbatches_per_step
     if step < 0 or not 0 <= index < M:
@@ -83,7 +83,7 @@ def permuted(place: int, size: int, *, key: bytes) -> int:
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:
-    """Split `total` into whole numbers in proportion to `weights`, each at least 1 if possible."""
+    """Split `total` into whole numbers in proportion to `weights`; each is at least 1 if `total` is enough for that."""
     exact = [weight / sum(weights) * total for weight in weights]
     least = int(total >= len(weights))
     found = [max(int(share), least) for share in exact]
@@ -107,7 +107,7 @@ def _of_training(corpus: Corpus, spec: RunSpec, step: int, index: int) -> list[_
 
 
 def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, str]:
-    """Return, for sample `position`: (its source, the number of this source's earlier samples, a suffix for `_key`)."""
+    """Return (source of the run's sample `position`, number of its earlier samples, a suffix for `_key`)."""
     if not corpus.others:
         return corpus, position, ""
     this_round, slot = divmod(position, ROUND)
@@ -117,8 +117,8 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return for each sample of a round: (index of its source, number of this source's earlier samples in the
-    round)."""
+    """Return for each of the `ROUND` samples of round `number`: (index of its source, number of this source's earlier
+    samples in the round)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []
@@ -145,7 +145,7 @@ def _of_validation(corpus: Corpus, spec: RunSpec, index: int) -> list[_Chosen]:
 
 
 def _weighed(corpus: Corpus, spec: RunSpec, step: int | None, index: int) -> tuple[int | None, float]:
-    """Return (how many targets of the microbatch count in the loss, None: all; its weight). `step` None: validation."""
+    """Return (number of targets that count in the loss, None: all; the weight). `step` None: validation microbatch."""
     if not spec.data.leaves_out_targets:
         return None, 1.0
     counts = _counts(corpus, spec, step)

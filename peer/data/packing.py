@@ -95,8 +95,8 @@ def pack(
 def training_texts(
     spec: DataSpec, *, bytes_max: int, account: Account, on_progress: OnProgress | None = None
 ) -> Iterator[str]:
-    """Yield training documents of this data, up to `bytes_max` bytes, to train a vocabulary; `account` records skipped
-    documents. If all documents are for validation, yield the first: the run then takes only the tail for validation.
+    """Yield documents for training, up to about `bytes_max` bytes, to train a vocabulary; `account` records skipped
+    ones. If all documents are for validation, yield the first: the run then takes the tail of its text for validation.
 
     Raises: DataError: the source does not exist, or has no text.
     """

@@ -103,7 +103,7 @@ class Packs:
         self.count = len(packs)
         self._first_S1 = np.cumsum([0, *map(len, packs)])
         self._document_D = taken_D[np.fromiter(itertools.chain.from_iterable(packs), np.int64, len(taken_D))]
-        """The conversations of sample 0, then of sample 1 ...; those of sample s begin at index `_first_S1[s]`."""
+        """Numbers of the conversations, sorted by sample; those of sample s begin at index `_first_S1[s]`."""
         self._counted_S = np.add.reduceat(learnt_D[self._document_D], self._first_S1[:-1])
 
     def sample(self, number: int) -> Sample:

@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 FOLDER: Final = "snapshots"
 PARTIAL_FOLDER: Final = "light"
 KEPT: Final = 2
-"""Number of newest versions kept of each layer group and era: stages write at slightly different times, so while one of
-them writes a version, the version before must stay. Once the coordinator has seen each layer of a version on two disks,
-earlier versions are removed (`Archive.thin`)."""
+"""Number of newest versions kept of each layer group and era. One is too few: stages write at slightly different times,
+so a version must stay until all have written the next. Once the coordinator has seen each layer of a version on two
+disks, earlier versions are removed (`Archive.thin`)."""
 ABANDONED_SNAPSHOTS: Final = 10
-"""The snapshots of a layer group are removed when this many later snapshots here do not contain the group: other peers
-hold it now. No roll-back goes so far back, since every peer keeps `KEPT` versions."""
+"""A layer group's snapshots are removed once more than this many later versions were written here without the group:
+other peers hold it now. No roll-back goes so far back, since every peer keeps `KEPT` versions."""
 _COMPLAIN_S = 60.0
 
 
@@ -65,14 +65,14 @@ class Archive:
         """Snapshots that were found damaged when they were read; they are not offered to other peers."""
         self._complained_s = -_COMPLAIN_S
         self._written: deque[tuple[int, int]] = deque(maxlen=ABANDONED_SNAPSHOTS + 1)
-        """(era, version) of the last snapshots that this process wrote, of any layer group, each pair once."""
+        """(era, version) of the last snapshots that this process wrote, once for all layer groups of a version."""
         self._wanted: dict[int, None] = {}
         """Versions of which a snapshot is wanted besides the regular ones, the latest request last."""
         self.era_begun = -1
         """The newest era that this process has begun, or knows to be under way, and so cannot begin again."""
         self._groups_begun: set[int] = set()
         self._noted = (-1, 0)
-        """(era, version) last noted on this disk: the newest era known to be under way, and one of its versions."""
+        """(era, version) in the note on disk: the newest era known to be under way, and a version it has reached."""
         self._saved = 0
         """Version of the last snapshot that this or an earlier process has written here; 0: none."""
         self.unsaved = ""
@@ -105,8 +105,7 @@ class Archive:
         return self.keeps and self.is_attested(version)
 
     def is_attested(self, version: int) -> bool:
-        """True if all members are to sign their layers at this version, even without a disk: snapshots of it are
-        due."""
+        """True if all members, even those without a disk, sign their layers at this version: its snapshots are due."""
         if version == 0:
             return False
         interval = self._spec.swarm.snapshot_interval_steps
@@ -139,8 +138,8 @@ class Archive:
                 await self._run_blocking(read)
 
     def begin_era(self, era: int, group: int = 0) -> bool:
-        """Return True if this peer may load the state with which `era` begins, as a member of `group`. The peer may do
-        so once per group and process. It may not if the era is known to be under way (`note_era`), as the other members
+        """Return True if this peer may load, as a member of `group`, the state with which `era` begins. It may do so
+        once per group and process, but not if the era is known to be under way (`note_era`): then the other members
         have gone on."""
         if era == self.era_begun and self._groups_begun and group not in self._groups_begun:
             self._groups_begun.add(group)
@@ -165,7 +164,7 @@ class Archive:
             self._complain(f"cannot note that era {era} is under way: {error.strerror or error}")
 
     async def note_rest(self, era: int, version: int) -> None:
-        """Record that we leave at `version`, which is saved, and that we know of no later version of the run."""
+        """Record that we leave: `version` is saved here, and we know of no later version of the run."""
         if self.keeps:
             self._noted = (era, version)
             await self._run_blocking(self._note_saved)
@@ -215,8 +214,8 @@ class Archive:
         return True
 
     def may_thin(self, safe: tuple[int, int]) -> bool:
-        """True if there are snapshots before `safe` (era, version) that may be removed. A coordinator is not believed
-        if no plan certifies `safe`, or if `safe` is newer than all of our snapshots."""
+        """True if there are snapshots before `safe` (era, version) that may be removed: none is being written, and
+        `safe` is certified by a plan (a coordinator alone is not believed) and not newer than all of our snapshots."""
         ages = self._ages
         if not ages or safe > max(ages) or safe not in self._certified or self._writing.locked():
             return False
@@ -362,8 +361,8 @@ class Archive:
         self._stored = stored
 
     def _remove_abandoned(self, age: tuple[int, int]) -> None:
-        """Delete the snapshots of each layer group that is in none of the last ten versions written here, up to `age`:
-        other peers hold it now. If it has snapshots of another era, delete none of its snapshots: `thin` does that."""
+        """Delete the snapshots of each layer group that is in none of the last 11 versions written here, `age` the
+        last: other peers hold it now. A group with snapshots of another era is left to `thin`."""
         if age not in self._written:  # several groups write the same version
             self._written.append(age)
         if len(self._written) <= ABANDONED_SNAPSHOTS:
@@ -432,7 +431,7 @@ class PastEras:
                 continue  # a torn line: that era's week begins when it is seen again
 
     def note(self, disk: Disk, ages: Iterable[tuple[int, int]], wall_s: float) -> None:
-        """Record that all eras in `ages`, (era, version), have ended, except the newest. Raises: OSError."""
+        """Record `wall_s` as the end of each era in `ages`, (era, version), but the newest. Raises: OSError."""
         eras = {era for era, _ in ages}
         ended = {era: wall_s for era in eras if era < max(eras) and era not in self._ended_s}
         if not ended:
@@ -442,7 +441,7 @@ class PastEras:
         replace_file(disk, self._path, text.encode())
 
     def kept(self, ages: Iterable[tuple[int, int]], wall_s: float) -> frozenset[int]:
-        """Return the older eras in `ages` of which this peer keeps snapshots."""
+        """Return the past eras in `ages`, (era, version), of which this peer still keeps snapshots at `wall_s`."""
         versions = dict(sorted(ages))  # the last version of each era
         current = max(versions, default=0)
         young = [era for era in versions if era < current and abs(wall_s - self._ended_s.get(era, wall_s)) < KEPT_S]

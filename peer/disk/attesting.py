@@ -20,7 +20,7 @@ from shoal.protocol.spec import ModelSpec
 logger = logging.getLogger(__name__)
 
 _KEPT = 2
-"""This many signed versions of each layer group are kept, as many as plans certify."""
+"""Number of signed versions kept of each layer group: as many as plans certify."""
 _Word = tuple[tuple[int, int], tuple[str, ...]]
 """A state that a member can sign: ((era, version), keys of its layers)."""
 

@@ -42,7 +42,7 @@ class Vectors:
         self._recycling = Recycling()
         self.sums = tuple(sums)
         self.mean_form: WireFormat = "bf16" if self.sums == ("bf16",) else "fp32"
-        """The format in which reduced gradients are sent. This loses nothing: they have been rounded to it before."""
+        """The format in which reduced gradients are sent. Nothing is lost: they were rounded to this format before."""
         self._mean_dtype = DTYPES[self.mean_form]
         self.mean_bytes = self._mean_dtype.itemsize
         """Bytes per number in `mean_form`."""
@@ -51,9 +51,9 @@ class Vectors:
         self.chunk = chunk_bytes // 4
         """The number of float32 elements in a piece of the largest size."""
         self.background_chunk = max(1, self.chunk // 4)
-        """Elements of a piece that is sent at the lowest priority. A frame under way delays an activation for the same
-        peer, and 1 MiB takes 1.7 s at 5 Mbit/s; but each frame also costs both ends a third of a millisecond
-        (`protocol/live/MEASURED.md`)."""
+        """Elements of a piece sent at the lowest priority. They are few, since a frame under way delays an activation
+        for the same peer (1 MiB takes 1.7 s at 5 Mbit/s), but not fewer, since each frame costs both ends a third of a
+        millisecond (`protocol/live/MEASURED.md`)."""
 
     def empty(self, size: int) -> Tensor:
         """Return float32 [size], uninitialized."""
@@ -125,8 +125,8 @@ class Vectors:
         return torch.frombuffer(payload, dtype=self._mean_dtype).to(torch.float32)
 
     def meet(self, mean_N: Tensor, spans: Sequence[slice], others_n: Sequence[Tensor]) -> None:
-        """Replace each slice in `spans` of a reduced gradient, float32 [N], by the full gradient of a tied matrix: the
-        slice `spans[0]` plus all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
+        """Write a tied matrix's full gradient into each slice `spans` of `mean_N`, float32 [N]: the sum of the slice
+        `spans[0]` and all of `others_n`, float32 [n] each, rounded to the format of `mean_payload`."""
         total_n = mean_N[spans[0]].clone()
         for other_n in others_n:
             total_n += other_n

@@ -60,7 +60,7 @@ class Asking:
 
     @property
     def shunned(self) -> frozenset[PeerID]:
-        """Holders to avoid now, because they were far slower than other holders."""
+        """Holders to avoid at present, because their answers came far later than those of other holders."""
         return self._patience.shunned(self._s.clock.now_s())
 
     def next_serial(self) -> int:
@@ -101,7 +101,7 @@ class Asking:
         asked.answer.set_result(payload)
 
     async def tell(self, holder: PeerID, message: ExpertDone) -> bool:
-        """Report to `holder` the end of a run of a microbatch. Return True if the holder has accepted the report."""
+        """Tell `holder` that a microbatch's run through it has ended. Return True if it accepted the message."""
         given_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._telling[given_up] = holder
         telling = asyncio.ensure_future(self._s.endpoint.ask(holder, message, Done))

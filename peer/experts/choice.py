@@ -7,11 +7,12 @@ from shoal.peer.replica.router import Router
 from shoal.protocol.identity import PeerID
 
 SHARE_MIN = 1e-3
-"""The least share of our tokens that a holder gets, so that none is excluded."""
+"""The least fraction of our tokens that a holder gets: `sent_by` raises smaller ones to it, so none is excluded."""
 
 
 def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID, float]) -> dict[PeerID, float]:
-    """Return the fraction of its tokens that `me` sends to each holder, so that each holder gets its share of all.
+    """Return the fraction of its tokens that `me` sends to each holder, so that each holder gets its share of the
+    tokens of all senders.
 
     A holder serves its own tokens first, because they cost no transfer, but not beyond its share. The remaining tokens
     go to holders with a share above their own tokens, in proportion to the excess.
@@ -19,7 +20,7 @@ def sent_by(me: PeerID, holders: Mapping[PeerID, float], senders: Mapping[PeerID
     Args:
         holders: holder of one expert -> its share of the tokens, > 0; the shares need not sum to 1.
         senders: member of the stage -> its share of the microbatches; `me` may be missing.
-    Returns: holder -> fraction > 0; the fractions sum to 1 apart from `SHARE_MIN`.
+    Returns: holder -> fraction; they sum to 1 before those below `SHARE_MIN` are raised to it.
     """
     due, have = _normed(holders), _normed(senders)
     mine = have.get(me, 0.0)
@@ -39,9 +40,9 @@ def _normed(shares: Mapping[PeerID, float]) -> dict[PeerID, float]:
 
 @dataclass(kw_only=True, slots=True)
 class HolderRouter(Router):
-    """Distributes the microbatches of one expert among its holders by their shares. Everything sent to a holder before
-    counts, and microbatches still outstanding count twice. If only the few outstanding ones counted, the holder with
-    the largest share would get every microbatch."""
+    """Distributes the microbatches of one expert among its holders by their shares. A holder's load is the number of
+    microbatches given to it (about the last 64 choices count) plus those still outstanding. If only these few counted,
+    the holder with the largest share would get every microbatch."""
 
     me: PeerID
 
@@ -58,7 +59,7 @@ class HolderRouter(Router):
         return target
 
     def _due(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float], now_s: float) -> list[PeerID]:
-        """Return an empty list: no holder gets a microbatch as a mere trial, since `patience.py` handles slow ones."""
+        """Return an empty list: no holder gets a trial microbatch, since `patience.py` handles slow holders."""
         return []
 
     def _least_laden(self, candidates: Sequence[PeerID], paces: Mapping[PeerID, float]) -> PeerID:

@@ -239,7 +239,7 @@ class ExpertDispatch:
             self.abandon(passage)
 
     async def _close(self, passage: Passage, retried: bool, holder: PeerID, experts: Sequence[int]) -> bool:
-        """Let `holder` add this microbatch's gradients of `experts` to its sums. Return False if the holder failed."""
+        """Have `holder` add this microbatch's gradients of `experts` to its sums. Return False if the holder failed."""
         for expert in experts:
             if not await self._do_again(passage, expert, holder):
                 return False
@@ -259,7 +259,7 @@ class ExpertDispatch:
         return False
 
     async def _do_again(self, passage: Passage, expert: int, holder: PeerID) -> bool:
-        """Let `holder` run the expert's backwards that only lost holders have run. Return False if `holder` fails."""
+        """Have `holder` repeat an expert's backwards that only lost holders had run. Return False if `holder` fails."""
         part = passage.part(expert)
         for layer in sorted(part.asked.keys() - part.done, reverse=True):
             tokens, gradients = part.asked[layer]

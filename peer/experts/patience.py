@@ -11,9 +11,9 @@ from shoal.protocol.identity import PeerID
 
 LIMIT_S_MIN = 1.0
 LIMIT_TIMES = 4.0
-"""A holder may take this many times the longest recent answer time of the others, which is seldom less than a step."""
+"""A holder's time limit: this many times the longest recent answer time of the others, seldom less than a step."""
 APART = 20.0
-"""A slow holder is avoided for this many times the time lost with it, so retries take at most 1/20 of all time."""
+"""A slow holder is avoided for at least this many times the time lost with it: at most 1/20 of all time is lost."""
 
 
 @dataclass(slots=True)

@@ -107,8 +107,9 @@ class CatchingUp:
         their way.
 
         Args:
-            owing: the members that owe us a piece of our round of `step`.
-            is_still: we have no round of `step`; or no piece has arrived for long, although we sent our pieces again.
+            owing: members that owe us a piece of our round of `step`: all are asked before `mate` if `is_still`, else
+                one.
+            is_still: we have no round of `step`; or no piece has come for long, although we sent our pieces again.
         """
         if step in self._fetches or not self._is_lacking(step):
             return

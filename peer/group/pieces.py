@@ -51,7 +51,7 @@ class Pieces:
         self._slowest_s.pop(target, None)
 
     def may_arrive(self, target: PeerID, step: int) -> bool:
-        """True if a piece of the round of `step` is on its way to `target`, or was a moment ago."""
+        """True if a piece of the round of `step` waits to leave for `target`, or has left a moment ago."""
         last_step, left_s = self._last.get(target, (-1, 0.0))
         is_fresh = last_step == step and self._clock.now_s() < left_s + _ON_THE_WAY_S
         return is_fresh or (target, step) in self._unsent

@@ -94,7 +94,7 @@ class Reduction:
         """Chunks that another thread is adding up or copying."""
         self._is_narrow = is_in_few_bits(start.form)
         self._rounded: dict[int, Payload] = {}
-        """First element of a finished chunk -> its bytes in few bits: encoding the chunk again would round it again."""
+        """First element of a finished chunk -> its bytes in few bits, since encoding it again would round it again."""
         self.refused_from: set[PeerID] = set()
         """Members that sent finished chunks with invalid numbers."""
         self.num_taken = 0
@@ -173,9 +173,9 @@ class Reduction:
         return self._for_all(chunks)
 
     def result_arrived(self, source: PeerID, start: int, payload: Payload) -> Callable[[], bool] | None:
-        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean. If
-        that function returns True, call `taken`; else the chunk has an invalid number: call `refused`. None for a
-        repeat: the optimizer may be reading the first copy. Raises: RemoteError: not a chunk of the sender's part."""
+        """Take a finished chunk of another member's part. Return a function that copies the chunk into the mean; call
+        `taken` if it returns True, or `refused` if it returns False (a number is invalid). Return None for a repeat:
+        the optimizer may be reading the first copy. Raises: RemoteError: not a chunk of the sender's part."""
         rank = self._peers.index(source) if source in self._peers else -1
         if rank < 0 or rank == self._rank or start not in self._chunks(rank):
             raise RemoteError(source, f"sent a result at {start} that is not its part of round {self.start.step}")

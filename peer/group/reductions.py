@@ -1,7 +1,9 @@
-"""The state of one member's rounds: rounds in progress, pieces that arrived before their round, pieces to send again if
-a round does not end, and the reduced gradients that are kept.
+"""The all-reduces of one replica of a stage (a *member* of its group). A *round* is one attempt to reduce a step's
+gradient, which the members send each other in *pieces*.
 
-This module decides; `peer/membership/group_membership.py` carries the decisions out.
+Kept here are rounds in progress, pieces that came before we heard of their round, and reduced gradients that we or
+members behind us need. This module also decides when pieces are sent again because a round stands still, and how long
+gradients are kept for absent learners. `peer/membership/group_membership.py` does the sending.
 """
 
 from collections.abc import Callable, Collection, Container
@@ -58,7 +60,7 @@ class Reductions:
         return self._rounds.get(step)
 
     def begin(self, start: RoundStart) -> tuple[Reduction, Callable[[], Tensor | None], EarlyPieces]:
-        """Take part in a round. Return (our side of it, a function that makes our own sum, pieces that came early)."""
+        """Begin our side of a round. Return (it, a function that makes our gradient sum, pieces that came before)."""
         core, runtime = self._core, self._runtime
         self._forget_means(core.version, last=core.are_past(core.version - 1))
         mine = next(member.indices for member in start.members if member.peer == core.me)
@@ -114,16 +116,17 @@ class Reductions:
         return mean_N
 
     def reached(self, version: int) -> RoundStart | None:
-        """Record that we have stepped to `version` or loaded a state of it; call this before the core hears of the
-        version. Return the round that gave this step's gradient; None: there was none."""
+        """Record that we have stepped to `version` or loaded a state of it; call this before the core hears of it.
+        Return our round that made the gradient of step `version` - 1; None: it came from a member, or we loaded the
+        state."""
         self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
         self.early.forget_before(version, group_peers=(*self._core.group_peers, *self._core.draining))
         return self._stepping_round if version == self._stepping + 1 else None
 
     def _forget_means(self, version: int, *, last: bool) -> None:
-        """Drop the gradients of steps before `version` that no newcomer replays; but if `last` is False, keep that of
-        step `version` - 1 in any case."""
+        """Drop the gradients of steps before `version` that no newcomer replays. Args: last: this applies to step
+        `version` - 1, too; False: keep its gradient in any case."""
         keep_from = max(self._retained_from(), version - self._replayed_steps)
         keep_from = min(version if last else version - 1, keep_from)
         self.means = {step: mean_N for step, mean_N in self.means.items() if step >= keep_from}
@@ -132,7 +135,7 @@ class Reductions:
 
 
 ROUNDS_MAX: Final = 4
-"""The early pieces of this many rounds of a sender are kept: some attempts at the current step, one at the next."""
+"""Number of a sender's rounds of which early pieces are kept: some attempts at the current step, one at the next."""
 
 
 @dataclass(slots=True)
@@ -192,7 +195,7 @@ class Early:
 PRESS_S = 5.0
 """Seconds without a new piece after which we assume that a piece was lost, or waits behind activations."""
 BELIEVED_S = 120.0
-"""Seconds after the last piece for which we believe members that say that their pieces have not left: they may lie."""
+"""We believe for this many seconds after the last piece that a member's pieces have not left; a member may lie."""
 
 
 @dataclass(slots=True)
@@ -228,14 +231,14 @@ class Pressing:
         return now_s < self._moved_s + BELIEVED_S
 
     def was_in_vain(self, reduction: Reduction) -> bool:
-        """True if no piece has arrived since `stands_still` last returned true for the round."""
+        """True if no piece of the round has arrived since `stands_still` last said that the round stands still."""
         return self._pressed == (reduction, reduction.num_taken)
 
 
 AWAY_S: Final = 600.0
 """Seconds for which gradients are kept for a learner that went away: its time to return and step its layers."""
 STEPS_MAX: Final = 4
-"""The gradients (float32) of at most this many steps are kept for absent learners, as for the next layout's peers."""
+"""Number of latest steps with gradients (float32) kept for absent learners: as many as for the next layout's peers."""
 
 
 class AbsentLight:
@@ -252,9 +255,10 @@ class AbsentLight:
         """Learner that has gone -> (first step of which it may lack the gradient, time at which we noticed that)."""
 
     def wanted_from(self, ready: Collection[PeerID], whole: Collection[PeerID], *, version: int, now_s: float) -> int:
-        """Return the first step with a gradient that an absent or just returned learner may still request.
+        """Return the first step with a gradient that an absent or just returned learner may still request; 2^62: none.
 
-        Args: ready: other members that take part; whole: those with the whole state; version: the version just made."""
+        Args: ready: other members that take part; whole: those with the whole state; version: the version just made.
+        """
         learners = set(ready).difference(whole)
         for peer in self._light - learners:
             # The learner lacks the step that has just been made, and may have been one step behind before.

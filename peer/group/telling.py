@@ -19,8 +19,8 @@ _GATHER_S: Final = 1.0
 """Seconds for which reports are gathered; the leader, too, may wait this long for a deferred report. If the leader and
 a sender die together, the sender's reports of this time are lost; a timeout notices that (`../replica/losses.py`)."""
 _GATHER_MATES: Final = 8
-"""A group of up to this many members sends reports once in `_GATHER_S`. A larger group gathers longer, by the
-square of the ratio of sizes, so that it sends no more messages a second: n members send n x n of them each time."""
+"""A group of up to this many members sends reports once in `_GATHER_S`. Each time, n members send n x n messages; so a
+larger group gathers longer, by the square of the ratio of sizes, and sends no more messages a second."""
 
 _Word = Progress | RoundStart | Digest
 

@@ -54,8 +54,8 @@ _WAIT_S: Final = 5.0
 """Seconds for which a request of the other end (last or first stage) waits for our own round to end. Then we refuse it,
 so that the requester can ask another member, which may be further ahead."""
 _SILENT_S: Final = 5.0
-"""Seconds of silence after which we assume that a member of the other end (last or first stage) gets the sum from its
-group."""
+"""Seconds after which a silent member of the other end (last or first stage) counts as one that has the sum or gets it
+from its group, if another member there has it."""
 
 
 @dataclass(slots=True)
@@ -290,7 +290,7 @@ class TiedGradient:
         self._news = asyncio.Event()
 
     async def _known_there(self, step: int) -> None:
-        """Wait until all members of the other end have the sum, or are silent and can get it from their group."""
+        """Wait until each member of the other end has the sum, or is silent and can get it there; or we stepped."""
         known: set[PeerID] = set()
         while self._is_open(step) and (other := self._other_end()) is not None:
             stage, peers = other
@@ -395,8 +395,8 @@ class TiedGradient:
         return TiedOffer(is_whole=given.is_whole, form=given.form)
 
     def _needs(self, step: int) -> bool:
-        """True if only the other end could give us the sum of `step`. A member that has not finished the round itself,
-        but has acknowledged another member's result, gets the sum from that other member."""
+        """True if we lack the sum of `step` and only the other end can give it to us. If we have acknowledged another
+        member's result of the round, and have not finished the round ourselves, that member gives us the sum."""
         if not self._core.ready or self._core.version > step or (step in self._given and self._given[step].is_whole):
             return False
         promise = self._promises.get(step)

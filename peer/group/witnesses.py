@@ -73,8 +73,8 @@ class Witnesses:
         self._outbox.forget(mate)
 
     async def offer(self, newcomer: PeerID, state: StageState, version: int) -> Witnessed | None:
-        """Return the state that `newcomer` may fetch. Args: version: the requested version; < 0: the newest that most
-        of the newcomer's voters have signed.
+        """Return the state that `newcomer` may fetch. Args: version: the version that it asks for; < 0: the newest that
+        most of its voters have signed.
 
         Returns: None: the plan does not name `newcomer` in the group, or the requested version is not kept here.
         Raises: Refused: too few holders have signed any kept state so far.

@@ -65,7 +65,7 @@ class Sessions:
         return max((version for version, fixed in self._fixed.items() if fixed.layers == layers), default=-1)
 
     def has_room(self, now_s: float) -> bool:
-        """True if one more version may be kept, beside the others or in place of one unused for `YIELDS_S`."""
+        """True if one more version may be kept, beside the others or in place of one that was unused for `YIELDS_S`."""
         return len(self._fixed) < FIXED_MAX or any(now_s - f.used_s >= YIELDS_S for f in self._fixed.values())
 
     def keep(self, version: int, stage: FixedStage, layers: Layers, now_s: float) -> None:

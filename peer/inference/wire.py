@@ -82,8 +82,8 @@ class InferenceWire:
         self._check_known(target_part, source, ignored=True)
 
     def encode(self, x_BTD: Tensor, question: StageInput) -> bytearray:
-        """Encode the input of the next stage. Args: x_BTD: the output of our layers; question: our own input; the
-        tokens, targets and beginnings of documents in it are passed on."""
+        """Encode our result as the next stage's input. Args: x_BTD: the output of our layers; question: our own input,
+        from which targets, beginnings of documents and, in a subspace model, tokens are passed on."""
         parts = [x_BTD.to(self._dtype)]
         if self._model.subspace:
             tokens_BT = question.tokens_BT

@@ -46,8 +46,8 @@ _SAMPLE_BYTES = 256 * 1024
 SLOWED = 0.5
 """A rate below this fraction of an earlier one means that the link has become slow."""
 _LOOK_S, _LOOK_S_MAX = 4.0, 20.0
-"""Minimum seconds between two looks at busy links, and maximum seconds for comparing the second with the first. A link
-that was busy for half of the minimum counts as busy for long."""
+"""Seconds between two calls of `look`: after less than the first, a call does nothing; after more than the second, it
+draws no conclusion. A link that was busy for half of the first counts as busy for long."""
 FAILED_TOLD_MAX: Final = 8
 """A heartbeat has at most this many failed links. (A peer without a network has failed links to all others.)"""
 _RATE_MAX = 1e12
@@ -75,7 +75,7 @@ class _Link:
     busy_since_s: float = 0.0
     """Time when the link last began to send."""
     looked: tuple[float, float] = 0.0, 0.0
-    """(Seconds of sending, bytes sent), both so far, when `LinkMeter.look` last ran."""
+    """This link's (seconds of sending, bytes sent) in all, when `LinkMeter.look` last ran."""
     since_s: float = 0.0
     sent_bytes: float = 0.0
     received_bytes: float = 0.0
@@ -93,7 +93,7 @@ class _Link:
 
     @property
     def has_fallen(self) -> bool:
-        """True if the last two probes agree and are far below the one before them: the link has become slow."""
+        """True if the last two probes agree, and are far below the best of the last three: the link has become slow."""
         late = list(self.probes)[-2:]
         return len(late) == 2 and max(late) < min(SLOWED * max(self.probes), 1.5 * min(late))
 
@@ -153,8 +153,8 @@ class LinkMeter:
             self._failures[peer] = None
 
     def cannot_reach(self, peer: PeerID) -> bool:
-        """True if the last two or more tries to reach `peer` have failed. A single failure may be a broken connection,
-        which the next try replaces."""
+        """True if two or more tries to reach `peer` have failed since its last answer. A single failure may be a broken
+        connection, which the next try replaces."""
         link = self._links.get(peer)
         return link is not None and link.num_failed >= 2
 
@@ -194,12 +194,13 @@ class LinkMeter:
         return report.bytes_per_s < SLOWED * best and not link.has_fallen
 
     def look(self, beside: Collection[PeerID] = ()) -> float | None:
-        """Count the traffic since the last call as a probe of each link that was busy for long, if our network card
-        could have carried twice as much in all.
+        """Count the traffic since the last call as a probe of each link that was busy for long, unless our network card
+        carried half of the best probe's rate or more in all: it may be the limit.
 
         Args: beside: peers on our machine, which may send as much as we do over the same card. Traffic to them does not
-            pass the card.
-        Returns: bytes/s over all links if all links in use have become slow, so that our line is the cause; else None.
+        pass the card.
+        Returns: bytes/s over all links if several had traffic, each at less than half of that rate: our line is the
+        cause. Else None.
         """
         now_s = self._clock.now_s()
         apart_s = now_s - self._looked[0]

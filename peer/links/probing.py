@@ -27,12 +27,12 @@ class LinkProbing:
         self._task: asyncio.Task[None] | None = None
         self._to_probe: list[PeerID] = []
         self._far: set[PeerID] = set()
-        """Peers with a round trip of `FAR_S` or more, probed since we last probed several links at once."""
+        """Peers with a round trip of `FAR_S` or more that we have probed since we last probed several links at once."""
         self._beside: tuple[PeerID, ...] = ()
         self.card_bytes_per_s = 0.0
         """Highest rate measured over several links at once: that of our network card; 0: not measured."""
         self._is_card_known = False
-        """The network card has been measured since its rate was last in doubt."""
+        """True if the network card has been measured since its rate was last in doubt."""
         self._doubted_s = -math.inf
         """Time when the coordinator last said that the run is slower than the measured figures explain."""
 
@@ -86,8 +86,8 @@ class LinkProbing:
                 await self._probe_card()
 
     async def _drop_unreachable(self) -> None:
-        """Stop probing peers that do not answer. All doubtful peers are tried at once: one by one, the tries would take
-        longer than the coordinator delays the first plan."""
+        """Stop probing peers that do not answer. All peers that we have not met, or may not reach, are tried at once:
+        one by one, the tries would take longer than the coordinator delays the first plan."""
         doubtful = [p for p in self._to_probe if self._meter.cannot_reach(p) or not self._meter.has_met(p)]
         answers = await asyncio.gather(*(self._probe.answers(peer) for peer in doubtful))
         silent = {peer for peer, answer in zip(doubtful, answers, strict=True) if not answer}

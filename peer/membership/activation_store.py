@@ -28,7 +28,7 @@ class MicrobatchPayloads:
     passage: Passage | None = None
     """The microbatch's run through experts on other peers, from its forward to its backward; None: not begun."""
     is_wanted: bool = True
-    """False: our group already has the microbatch's gradient, and the backward runs only for the stages before ours."""
+    """False: our group has this microbatch's gradient; our backward only makes that for the stages before ours."""
 
 
 class ActivationStore:
@@ -86,7 +86,7 @@ class ActivationStore:
         return loss
 
     def settle(self, microbatch: Microbatch, *, retried: bool) -> bool:
-        """Record that the backward of `microbatch` has ended. Returns: True if our group needs this gradient."""
+        """Record the end of `microbatch`'s backward. Returns: True if our group needs this gradient."""
         payloads = self.of(microbatch)
         passage, payloads.passage = payloads.passage, None
         if passage is not None and self._experts is not None:

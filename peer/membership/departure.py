@@ -90,7 +90,8 @@ class Departure:
         return saved
 
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us. If all holders leave, this is true only for the first by rank."""
+        """True if our layers would be lost with us: all full members leave, and we rank first. Else, or without a whole
+        state, or after the run's last step: False."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
@@ -100,7 +101,7 @@ class Departure:
         return rank == 0
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
-        """True if a successor must still fetch our layers: a member of the plan, or of a plan that may still come."""
+        """True if a successor may still fetch our layers: a member that stays, or one that a coming plan may name."""
         plan = self._plans.newest
         if plan is None:
             return False
@@ -111,8 +112,8 @@ class Departure:
         return bool(group_peers) or (is_early and len(plan.members) > len(plan.stages))
 
     async def _until_counted_out(self, until_s: float) -> None:
-        """Wait until the coordinator has made a plan without us. If we left before the coordinator knows that a
-        successor holds our layers, the coordinator would take the layers for lost."""
+        """Wait until a plan gives us no place, for twice `_PLAN_HEARTBEATS` at most. If we left before the coordinator
+        knows that a successor holds our layers, the coordinator would take the layers for lost."""
         until_s = min(until_s, self._clock.now_s() + 2 * _PLAN_HEARTBEATS * self._spec.swarm.heartbeat_s)
         me, plans = self._endpoint.peer_id, self._plans
         await self._until(lambda: plans.newest is None or not plans.newest.groups_of(me), until_s)
@@ -190,7 +191,7 @@ class Departure:
         return saved
 
     async def _made(self, membership: Part, until_s: float) -> StageState | None:
-        """Return our state; during a step, the state after that step. None: the step does not end in time."""
+        """Return our state; during a step, the state after it. None: the step lasts beyond `_SAVE_S` and `until_s`."""
         await self._until(lambda: membership.state is not None, max(self._clock.now_s() + _SAVE_S, until_s))
         return membership.state
 

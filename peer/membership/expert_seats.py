@@ -130,7 +130,7 @@ class ExpertMembership(GroupMembership):
         self._s.experts.wake()  # waiting requests are refused
 
     def depart(self, plan: Plan) -> None:
-        """Follow a plan that no longer names us while we drain: the leader under that plan closes our last rounds."""
+        """Follow a plan without us while we drain, if it keeps the expert's group: its leader closes our rounds."""
         if self.is_place_of(plan):
             self.follow(plan)
 
@@ -242,7 +242,7 @@ class ExpertSeats:
                         membership.peer_state(peer, presence)
 
     def _recall(self, before: Plan | None, plan: Plan) -> None:
-        """Apply the last presence update of each peer that `plan` has moved: it may be older than `plan`."""
+        """Apply again the last presence update of each peer that `plan` moves: it may be older than `plan`."""
         for peer, presence in self._s.neighbours.words():
             if before is not None and before.groups_of(peer) != plan.groups_of(peer):
                 for membership in self.memberships:

@@ -270,7 +270,7 @@ class GroupMembership(ABC):
 
     @abstractmethod
     def _near(self) -> list[tuple[PeerID, ...]]:
-        """Return, group by group, the peers that work with our group; peers of our own group may be included."""
+        """Return, for each group that works with ours, its peers; our own group may be among them."""
 
     def _upstream(self) -> frozenset[PeerID]:
         """Return the present and recent holders of the stage before ours."""

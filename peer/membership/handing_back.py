@@ -57,7 +57,7 @@ class HandingBack:
         self._endpoint.off(self._on_hand_back)
 
     def soon(self, command: RejectMicrobatch) -> None:
-        """Send a microbatch back. All those for one peer in this turn of the event loop go in one message."""
+        """Send a microbatch back. All that go to one peer in this turn of the event loop share one message."""
         if command.target not in self._gathered:
             self._gathered[command.target] = []
             self._tasks.spawn(self._tell(command.target), f"hand back to {command.target}")

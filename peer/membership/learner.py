@@ -49,8 +49,8 @@ _RETRY_S = 1.0
 _RETRY_MATES_S = 0.25
 """Seconds between requests to holders, which may be stepping or signing their state."""
 _STILL_S = 60.0
-"""A round is given up if no new piece of it has come for so many seconds. On slow lines a member's pieces wait for
-minutes behind activations, but pieces come from several members."""
+"""Seconds without a new piece of a round after which we wait no longer for its result. On slow lines a member's pieces
+wait for minutes behind activations, but pieces come from several members."""
 _PATIENCE_S = 300.0
 """Seconds that fetching one range of a tensor may take: the holder may first send the pieces of a round for minutes."""
 _LOOK_S = 0.1
@@ -315,8 +315,8 @@ class Learner:
                 await asyncio.sleep(_RETRY_S)
 
     async def _mean(self, step: int, due: list[str]) -> Tensor | None:
-        """Return a step's reduced gradient for the layers `due`. None: the gradient is not available, or takes more
-        bytes to fetch than the layers' states."""
+        """Return the reduced gradient of `step`, which the layers `due` need. None: the gradient is not available, or
+        takes more bytes to fetch than the states of these layers."""
         mean_N = await self._mean_by_round(step)
         whole_bytes = self._runtime.vectors.mean_bytes * self._runtime.num_parameters
         if mean_N is not None or whole_bytes > state_bytes(self._runtime.spec, due):

@@ -56,7 +56,6 @@ class StageSeat:
             await asyncio.gather(self._transition, return_exceptions=True)
 
     async def cancel(self) -> None:
-        """Stop following plans."""
         if self._transition:
             self._transition.cancel()
             await asyncio.gather(self._transition, return_exceptions=True)

@@ -36,8 +36,8 @@ def stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
 
 
 def trunk_stage_flop(spec: RunSpec, keys: Sequence[str]) -> JobFlop:
-    """Return the FLOP of one part of each job of a stage, for one microbatch. The stage's experts are on other peers:
-    each decoder layer of `keys` calls its experts, and each call cuts the job into parts."""
+    """Return the average FLOP of a part of each job of a stage, for one microbatch. The stage's experts are on other
+    peers: each decoder layer of `keys` calls its experts, and each call cuts the job into parts."""
     tokens = spec.training.microbatch_size * spec.model.context
     forward = sum(trunk_flop(spec.model, key, tokens) for key in keys)
     return job_flop(spec, forward / (1 + sum(key not in (EMBED, HEAD) for key in keys)))

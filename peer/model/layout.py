@@ -118,7 +118,7 @@ def state_layout(spec: RunSpec, key: str) -> LayerLayout:
 
 def state_slices(spec: RunSpec, key: str) -> Mapping[str, slice]:
     """Return unit -> its slice of a layer's trained parameters. A layer's units are its experts and the rest; those of
-    a tied head are the tied matrix and the rest."""
+    a tied head are the tied matrix and the rest. With adapters, the layer is one unit."""
     if key == HEAD and spec.trains_tied:
         layout, num = state_layout(spec, key), state_layout(spec, EMBED).numel
         return {HEAD_MATRIX: slice(0, num), HEAD: slice(num, layout.numel)}

@@ -32,8 +32,8 @@ ones last. The `rotary` tables passed together with a cache begin at the first n
 
 
 GROUPED_WITH_MASK = ("cpu",)
-"""Devices on which torch documents a fused attention with a mask and grouped heads. On other devices we repeat keys and
-values for each query head, which takes less memory than unfused attention with all its scores."""
+"""Device types on which torch documents fused attention with both a mask and grouped heads. On others, with a mask, we
+repeat keys and values for each query head: unfused attention, with all its scores, would take more memory."""
 
 
 def embed(model: ModelSpec, params: Params, tokens_BT: Tensor) -> Tensor:

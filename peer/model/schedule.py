@@ -47,7 +47,7 @@ class Leg:
 
     @property
     def falls_at(self) -> int:
-        """Return the last step before the rate falls; `ends` if it never falls."""
+        """Return the last step before the rate falls; `ends` if the schedule is constant, so that it never falls."""
         if self.schedule == "constant":
             return self.ends
         if self.schedule == "cosine":

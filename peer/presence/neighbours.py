@@ -48,15 +48,15 @@ class Neighbours:
         endpoint.on(PresenceUpdate, self._on_hello)
 
     def say(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence to the peers in `audience` that may not know it."""
+        """Send our presence to each peer in `audience`."""
         for peer in audience:
             word = self._next()
             self._posted[peer] = _where(word)
             self._outbox.post(peer, _KEY, word)
 
     def say_news(self, audience: Iterable[PeerID]) -> None:
-        """Send our presence to peers that have not acknowledged it yet. With a thousand peers a new plan comes every
-        few seconds, and a hundred neighbours need not hear each time that our place is unchanged."""
+        """Send our presence to the peers that have not acknowledged it as it is now. With a thousand peers a new plan
+        comes every few seconds, and a hundred neighbours need not hear each time that our place is unchanged."""
         now = _where(self._own.presence())
         self.say(peer for peer in audience if self._told.get(peer) != now)
 
@@ -91,7 +91,7 @@ class Neighbours:
         return sorted(self._presences.items())
 
     def forget(self, peer: PeerID) -> None:
-        """Forget a peer that no plan names any more, or that has sent no update in the present era."""
+        """Forget a peer and its presence updates, and drop our messages to it that have not left."""
         self._presences.pop(peer, None)
         self._silent.pop(peer, None)
         self._told.pop(peer, None)
@@ -109,7 +109,7 @@ class Neighbours:
                 self.forget(peer)
 
     def count_out(self, before: Plan, plan: Plan) -> None:
-        """Forget the members that plans after `before` have dropped, even plans that we have not seen."""
+        """Forget the members that plans after `before` have dropped; those that do not drain count as dead."""
         for peer in (peer for peer in plan.dropped_since(before) if peer != self._endpoint.peer_id):
             # A member that was to move elsewhere did not leave on its own: it died on the way.
             drains = self.drains(peer, before.stage_of(peer)) and not plan.has(peer)

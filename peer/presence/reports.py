@@ -29,7 +29,7 @@ class Watcher:
     """Gets (group, state) each time that the peer has made a step or loaded a state."""
     on_end: Callable[[], None] | None = None
     """Called when a heartbeat should go out at once: our group has reached the layout's last version (the run stands
-    still until all have), or we have signed a state."""
+    still until all groups have), or we have signed a state."""
     say: Callable[[str], None] = logger.info
     """Shows a sentence to the person at this machine."""
 
@@ -87,7 +87,7 @@ class Reports:
             self._watcher.on_validation(report)
 
     def accuse(self, peer: PeerID) -> None:
-        """Record a faulty peer: it put numbers into a round that no gradient has, or it restarts without end."""
+        """Record a faulty peer: it sent numbers in a round that no gradient has, or restarts without end."""
         self._unsound.add(peer)
 
     def has_state(self, group: int, state: StageState) -> None:
@@ -96,5 +96,4 @@ class Reports:
             self._watcher.on_state(group, state)
 
     def say(self, sentence: str) -> None:
-        """Show a sentence to the person at this machine."""
         self._watcher.say(sentence)

@@ -200,7 +200,7 @@ class ExpertServer:
         return any(meta.step - work.version > ahead for work in works)
 
     def _check_near(self, works: list[ExpertWork], step: int) -> None:
-        """Check that no expert is too old for `step`.
+        """Check that no expert's version is too far behind `step`.
 
         A stage at version v has sent step v - 1 through experts of version v - 1 - s_max or later, and begins no step
         after v + s_max. So an expert more than 2 s_max + 1 versions behind `step` was suspended, or has missed the end
