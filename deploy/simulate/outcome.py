@@ -76,7 +76,7 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     bytes_per_step: float | None
     """The mean bytes that all devices together send in a step; the first step counts only if it is the only one."""
     idle_share: float | None
-    """The share of time in which devices with a stage have no job but speed probes, after the warm-up; None: unknown."""
+    """The share of time after the warm-up in which devices with a stage have no job but probes; None: unknown."""
     bound_by: str
     """Why the row has no speed. If it has one: the predicted bottleneck or, without a prediction, how many plans were
     made and how many devices were lost."""

@@ -110,7 +110,7 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """The time of a step in seconds: the median, after the warm-up, of means over `PACE_STEPS` consecutive steps, or
+        """The seconds of a step: the median, after the warm-up, of means over `PACE_STEPS` consecutive steps, or
         over one step in a short run; NaN: too few steps."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:

@@ -75,7 +75,7 @@ class ScenarioFile(Section, frozen=True):
     network: NetworkSection
     title: str = ""
     steps: int | None = None
-    """The number of steps of every strategy's run; None: `STEPS`, or with `seconds` or churn as many as the time allows."""
+    """The number of steps of every strategy's run; None: `STEPS`, or with `seconds` or churn as many as fit."""
     seconds: float | None = None
     """The virtual seconds after which a run ends; None: it is unlimited, or with churn `strategies.CHURN_SECONDS`."""
     stages: int | None = None
@@ -142,7 +142,7 @@ class Scenario:
 
     @property
     def paper(self) -> WorkloadEntry | None:
-        """The size of model and batch that the network file gives for the DT-FM objective; None: there is none."""
+        """The network file's figures of a run, from which the DT-FM objective computes a cost; None: there are none."""
         return self.network.file.workload if self.network is not None else None
 
     @property

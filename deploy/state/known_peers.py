@@ -61,7 +61,7 @@ class KnownPeers:
         return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
-        """Write the peers `seen`, connected now, into the file with their addresses. Raises: OSError: the disk fails."""
+        """Write the peers `seen`, connected now, and their addresses to the file. Raises: OSError: the disk fails."""
         content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
         replace_file(self._disk, self._path, msgspec.json.format(content))
 

@@ -68,7 +68,7 @@ def _rank(spec: RunSpec) -> tuple[int, int, bytes]:
 
 
 Found = tuple[RunSpec, bytes]
-"""(the newest spec that was found, the owner's signed record of it)."""
+"""(a run's spec, the record in which the owner has signed it)."""
 
 
 async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, known: Found | None = None) -> Found:
