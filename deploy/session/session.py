@@ -87,9 +87,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between status requests while no listener polls. All peers of a parent process ask, as any may die."""
+"""Seconds between status requests if only a parent process listens. All its peers ask, because any may die."""
 _POLLS_MAX = 20
-"""About the status requests per second of all polling peers: one of N peers asks every N // 20 s, at least 1 s."""
+"""About the status requests per second if all N peers show the run: each asks every N // 20 s, or every second."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"

@@ -24,7 +24,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""What a node uses to reach the simulated world: (transport, device, traffic control or None: the node's own)."""
+"""A node's access to the simulated world: (transport, device, traffic control or None: the node makes its own)."""
 
 
 class ModelledSwarm:

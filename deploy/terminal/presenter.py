@@ -1,7 +1,7 @@
 """Shows a run on a terminal, for a peer, `shoal demo` and `shoal status --watch`, which pass reports to a `Presenter`.
 
-If the terminal can be redrawn, it draws a panel twice a second. Otherwise it prints a line for each step told, for each
-standstill and its end, and for each risk. Both use the same `View` as the dashboard's page.
+If the terminal can be redrawn, it draws a panel twice a second. Otherwise it prints a line for each step it gets, for
+each standstill and its end, and for each risk. Both use the same `View` as the dashboard's page.
 """
 
 import threading

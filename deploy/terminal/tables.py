@@ -150,7 +150,7 @@ def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
 
 
 def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[ExpertView]:
-    """Return the busiest of `experts`, `most` of them at most, ordered by the experts' numbers."""
+    """Return the experts with the highest loads, at most `most`, ordered by their numbers."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
     return sorted(ranked[:most], key=lambda expert: expert.expert)
 
