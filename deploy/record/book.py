@@ -17,15 +17,15 @@ from shoal.protocol.limits import MICROBATCHES_PER_STEP_MAX, STAGES_MAX
 from shoal.protocol.messages import CommitReport
 
 PATIENCE_S: Final = 20.0
-"""Seconds to wait for a group's report of a step: enough to ask each member once in a group of at most ten."""
+"""Seconds to wait for a group's report of a step: time enough to ask up to ten members of the group, one by one."""
 RATE_S: Final = 30.0
-"""The time over which tokens/s is averaged; a step that takes longer is averaged alone."""
+"""Seconds over which tokens/s is averaged. If one step takes longer, its own tokens/s is recorded."""
 FIRST_S: Final = 5.0
 """Seconds that a new record waits, before its first step, for reports of older steps from other peers."""
 AGO_S_MAX: Final = 10 * 365 * 86400.0
 
 Key = tuple[int, int]
-"""(era, step counted from 0); the era is the training generation."""
+"""Names a step: (era, number of the step from 0). The era counts returns to snapshots and changes of stages."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ class Book:
         self._tokens_per_step, self._learning_rate = tokens_per_step, learning_rate
         self._is_new = reached is None
         self._next: Key = reached or (0, 0)
-        """(era, step) to release next, if no later era begins."""
+        """(era, step) of the next step to release, unless a later era begins first."""
         self._begins: dict[int, int] = {}
         """Era (training generation) -> the model version at which it started, as its plans say."""
         self._stages: dict[int, int] = {}
@@ -71,7 +71,7 @@ class Book:
         """Group -> (era, step) of the newest step that it has reported."""
         self._paces: deque[tuple[float, int]] = deque()
         self.lost = 0
-        """The number of steps that are missing from the record because no peer had a report of them."""
+        """The number of steps missing from the record, as the last stage's report, which has the loss, never came."""
 
     @property
     def reached(self) -> Key:
@@ -84,11 +84,11 @@ class Book:
         return not self._open
 
     def wanted(self, groups: Iterable[int]) -> Key:
-        """Return the first (era, step) to ask `groups` for: some group may have a report from there on that we lack."""
+        """Return (era, step) of the first step of which we may still lack a report by one of `groups`."""
         return min((self._after(self._newest.get(group)) for group in groups), default=self._next)
 
     def missing(self) -> tuple[Key, list[int]] | None:
-        """Return ((era, step), groups without a report) of the oldest step that blocks others; None: no step does."""
+        """Return ((era, step), groups to ask) of the oldest step that later steps wait for; None: there is none."""
         for key in sorted(self._open):
             entry = self._open[key]
             if key != self._next and key[0] == self._next[0]:
@@ -115,10 +115,10 @@ class Book:
         self._newest[report.stage] = max(key, self._newest.get(report.stage, key))
 
     def due(self, now_s: float, *, flush: bool = False) -> list[StepLine]:
-        """Return, in order, the steps that are complete or have waited long enough for missing reports. The field
-        `time` of each is on the clock of `now_s`.
+        """Release the steps that are complete or have waited long enough for reports, and return in order those with
+        the last stage's report. Their field `time` is on the clock of `now_s`.
 
-        Args: flush: no more reports will come, so also return each incomplete step of which the loss is known.
+        Args: flush: release all steps, because no more reports will come.
         """
         self._note_passed(now_s)
         begun = self._firsts()
@@ -152,7 +152,7 @@ class Book:
                     entry.passed_s = now_s
 
     def _firsts(self) -> dict[int, int]:
-        """Return era -> the first step of this era that was reported and not yet released."""
+        """Return {era: the first step of this era that some group reported and that is not released yet}."""
         firsts: dict[int, int] = {}
         for era, step in self._open:
             firsts[era] = min(step, firsts.get(era, step))
@@ -210,8 +210,8 @@ class Book:
         )
 
     def _pace(self, at_s: float, tokens: int) -> float | None:
-        """Add a step with `tokens`, committed at `at_s`. Return the mean tokens/s over the last `RATE_S`, over this
-        step alone if it took longer, or since the first known step; None: no time has passed."""
+        """Note that a step with `tokens` was committed at `at_s`. Return the mean tokens/s over the last `RATE_S`
+        seconds; over this step, if it took longer; since the first known step, if that is later. None: first step."""
         paces = self._paces
         paces.append((at_s, tokens))
         while len(paces) > 2 and paces[1][0] <= at_s - RATE_S:

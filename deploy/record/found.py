@@ -35,7 +35,7 @@ def records_of(run: str) -> list[Path]:
 
 
 def _below(path: Path) -> list[Path]:
-    """Return the record `path`, or the records at most three folders below `path` (a demo's: `peers/ana/RUN/`)."""
+    """Return `path` if it is a record, else the records up to three folders below it (a demo's: `peers/ana/RUN/`)."""
     if path.is_file():
         return [path]
     return [record for depth in range(4) for record in sorted(path.glob("*/" * depth + RECORD))]

@@ -22,7 +22,7 @@ from shoal.deploy.record.summary import Totals, what_was_lost
 PAGE = Path(__file__).parent / "page"
 STATIC = Path(__file__).parents[1] / "dashboard" / "static"
 POINTS_MAX = 4000
-"""The most points of a plot; neighbours are merged. `shoal report --csv` has every step."""
+"""The most points of a plot: neighbouring steps are merged to fit. `shoal report --csv` writes every step."""
 _CSV = (
     "step time loss perplexity validation_loss learning_rate gradient_norm tokens tokens_per_s staleness_steps peers "
     "given_up duplicates era"

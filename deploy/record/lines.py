@@ -62,10 +62,10 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     """The number of steps that are done, this one included."""
     era: int = 0
     loss: float | None = None
-    """The mean loss over microbatches (nats a token) with the weights before the step; None: no peer left knows it."""
+    """The mean loss of the microbatches, in nats a token, with the weights before the step; None: unknown."""
     perplexity: float | None = None
     learning_rate: float | None
-    """None: this peer does not have the run's spec (and so writes no record)."""
+    """The step's learning rate; None: this peer lacks the run's spec, and so writes no record."""
     gradient_norm: float | None = None
     """The 2-norm of the whole model's reduced gradient before clipping; None: a group has not reported its part."""
     gradient_norms: tuple[float | None, ...] = ()
@@ -73,23 +73,23 @@ class StepLine(_Line, frozen=True, tag="step", kw_only=True):
     tokens: int
     """The tokens of this step, or of all the steps that the line stands for."""
     tokens_per_s: float | None = None
-    """Tokens/s over the last 30 s (`book.RATE_S`), standstills included; None: this is the first step."""
+    """Tokens/s over the last 30 s (`book.RATE_S`), standstills included; None: first step since the peer's start."""
     foreseen_tokens_per_s: float | None = None
-    """Tokens/s predicted by the plan that was in force at this step; None: this peer did not know the prediction."""
+    """The tokens/s that the coordinator predicted for the plan of this step; None: this peer has not heard of it."""
     staleness: float
     """The staleness of the gradients in steps, averaged over the stages."""
     peers: int
     """The number of peers in the groups of all stages."""
     given_up: int = 0
-    """Microbatches that the step lacks, summed over the groups."""
+    """Microbatches that groups left out of the step's gradient, summed over the groups."""
     duplicates: int = 0
     """Microbatches computed twice, summed over the groups."""
     dissenting: int = 0
-    """The number of members, over all groups, that had other weights than the rest of their group after the commit."""
+    """How many members, over all groups, had other weights after the step than the rest of their group."""
     unheard: int = 0
     """The number of groups that committed the step, but of which no remaining peer has a report."""
     steps: int = 1
-    """How many steps the line stands for; the last of them is `step`. It is 1 unless old lines have been merged."""
+    """The number of steps that this line covers, up to `step`: 1, or more in an old part with merged lines."""
 
 
 class ValidationLine(_Line, frozen=True, tag="validation", kw_only=True):
@@ -105,11 +105,11 @@ class PlanLine(_Line, frozen=True, tag="plan", kw_only=True):
     sequence: int
     era: int = 0
     restored: int = 0
-    """The model version at which the plan's era (training generation) started."""
+    """The model version from which training began in the plan's era (training generation)."""
     coordinator: PeerID
     reason: str
     peers: int = 0
-    """The number of peers in the plan, standbys included; 0: unknown, because the peer only heard of the plan."""
+    """The number of peers in the plan, standbys included; 0: unknown, as this peer had no copy of the plan itself."""
     stages: int = 0
 
 
@@ -120,7 +120,7 @@ class PeerLine(_Line, frozen=True, tag="peer", kw_only=True):
     change: str
     """`joined`, `moved`, `left`."""
     stage: int | None = None
-    """The peer's stage from now on; None: standby, or gone."""
+    """The stage to which the peer belongs from now on; None: it stands by, or has left."""
 
 
 class NoteLine(_Line, frozen=True, tag="note", kw_only=True):
@@ -153,7 +153,7 @@ def decode_line(data: bytes) -> Line | None:
 
 
 point_of = attrgetter("time", "step", "loss", "tokens_per_s", "staleness", "learning_rate", "gradient_norm")
-"""Returns what the plots need of a step line as a tuple, in the order of `COLUMNS` in `charts.js`."""
+"""Takes a step line. Returns a tuple of the fields that the plots show, ordered like `COLUMNS` in `charts.js`."""
 
 
 def perplexity(loss: float | None) -> float | None:

@@ -19,7 +19,7 @@ Report = TypeVar("Report", CommitReport, ValidationReport)
 
 
 class _Kept(Generic[Report]):
-    """Keeps the newest reports by key, each with the time when it arrived."""
+    """Keeps one report per key, with its time of arrival. If there are more than `most`, the lowest key is dropped."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -36,7 +36,7 @@ class _Kept(Generic[Report]):
                 del self._reports[self._keys.pop(0)]
 
     def oldest(self, first: tuple[int, ...], now_s: float) -> Iterator[tuple[float, Report]]:
-        """Yield (seconds since arrival, report) for reports from the key `first` on, as many as fit into a reply."""
+        """Yield (seconds since arrival, report) by ascending key from `first` on, as many as fit into a reply."""
         begin = bisect_left(self._keys, first)
         for key in self._keys[begin : begin + HISTORY_PER_REPLY_MAX]:
             at_s, report = self._reports[key]
@@ -58,7 +58,7 @@ class Past:
         self._validations.add((report.era, report.step), self._clock.now_s(), report)
 
     def since(self, request: HistoryRequest) -> History:
-        """Return the oldest commits and validations that `request` asks for, as many of each as fit into a reply."""
+        """Answer `request`: return kept commits and validations from its two keys on, as many of each as fit."""
         now_s = self._clock.now_s()
         commits = self._commits.oldest((*request.commits_from, -1), now_s)
         validations = self._validations.oldest(request.validations_from, now_s)

@@ -32,7 +32,7 @@ class Record:
     steps: list[StepLine] = field(default_factory=list)
     """Valid steps, ordered by `step`."""
     redone: list[StepLine] = field(default_factory=list)
-    """Steps of which the lines are void: the run went back to a snapshot and repeated them."""
+    """The void lines: steps that do not count, because the run went back to a snapshot before them."""
     validations: list[ValidationLine] = field(default_factory=list)
     """Validations that are not void, ordered by `step`."""
     plans: list[PlanLine] = field(default_factory=list)
@@ -44,13 +44,13 @@ class Record:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """(training generation, step) of the newest step; (0, 0) if there is none."""
+        """(training generation, step) of the newest step line, even a void one; (0, 0) if there is no step line."""
         newest = max((line for line in (*self.steps, *self.redone)), key=_order, default=None)
         return (newest.era, newest.step) if newest is not None else (0, 0)
 
     @property
     def validated(self) -> tuple[int, int]:
-        """(training generation, version) of the newest validation; (0, -1) if there is none."""
+        """(training generation, model version) of the newest valid validation; (0, -1) if there is none."""
         return max(((line.era, line.step) for line in self.validations), default=(0, -1))
 
 
@@ -96,8 +96,8 @@ def record_of(data: Iterable[bytes]) -> Record:
 
 
 def _voids(steps: Iterable[StepLine], plans: Sequence[PlanLine]) -> Callable[[int], float]:
-    """Return a function from an era to the step from which its lines are void: the lowest first step of a later era. An
-    era's first step is its lowest recorded step, or an earlier step to which a plan of that era went back."""
+    """Return a function that takes an era, and returns the step from which lines of this era are void. This is the
+    lowest step with which any later era began, by its own step lines or by its plans; inf: no era followed."""
     firsts: dict[int, int] = {}
     for line in steps:
         first = line.step - line.steps + 1

@@ -27,12 +27,12 @@ class Ready(_Report, frozen=True):
 
 
 class Invites(_Report, frozen=True):
-    """A new invite that names other members too, and so works even after this process has ended."""
+    """A new invite. It names other members of the run, too, so it works even after this process has ended."""
 
     peer: PeerID
     invite: str
     peers: int
-    """The number of named peers."""
+    """The number of peers that the invite names."""
 
 
 class Joined(_Report, frozen=True):
@@ -41,7 +41,7 @@ class Joined(_Report, frozen=True):
     peer: PeerID
     name: str
     invite: str
-    """An invite with this process's own address, since the host may be dead."""
+    """An invite that leads to this process, so that others can join even if the host is dead."""
 
 
 class Obeys(_Report, frozen=True):
@@ -57,7 +57,7 @@ class Obeys(_Report, frozen=True):
     """The number of stages in the plan; 0: unknown."""
     era: int = 0
     restored: int = 0
-    """The version from which the era (the training generation) started."""
+    """The model version from which training began in the plan's era (training generation)."""
 
 
 class Committed(_Report, frozen=True):
@@ -80,7 +80,7 @@ class StepDone(_Report, frozen=True, kw_only=True):
     """The number of the step, counted from 0."""
     loss: float | None
     validation_loss: float | None = None
-    """The loss of the newest validation; None: there was none since the previous step."""
+    """The loss of the newest validation; None: the model was not validated since the previous step."""
     validation_step: int | None = None
     tokens_per_s: float = 0.0
     staleness_mean: float
@@ -103,7 +103,7 @@ class Status(_Report, frozen=True):
 
 
 class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
-    """The owner's settings that limit the peer's contribution now."""
+    """The limits on the peer's contribution that are in force now."""
 
     paused: bool = False
     why: str = ""
@@ -112,23 +112,23 @@ class LimitsNow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Given(msgspec.Struct, frozen=True, kw_only=True):
-    """A peer's contribution, by its own measurements; rates and shares cover the last ten seconds."""
+    """A peer's contribution, measured by itself. `busy`, `sending` and `flop_per_s` are over the last ten seconds."""
 
     peer: PeerID
     name: str
     busy: float
     """The share of time in which the device computed, in [0, 1]."""
     sending: float
-    """The share of time in which this peer was sending a frame to any other peer, in [0, 1]."""
+    """The share of time in which at least one frame to another peer was being sent, in [0, 1]."""
     flop_per_s: float
     flop_total: float
     microbatches_total: int
-    """Forwards computed since the start, repeated ones of a retried microbatch included."""
+    """The number of forwards that this peer has computed; a microbatch that was tried again counts each time."""
     sent_bytes_total: float
     received_bytes_total: float
     """Bytes of all frames received since the start: activations, gradients, parts of all-reduces, state."""
     memory_bytes: int
-    """Resident memory of the process without its network daemon."""
+    """The resident memory of this process in bytes; its network daemon is another process and does not count."""
     uptime_s: float
     limits: LimitsNow | None = None
 
@@ -141,14 +141,14 @@ class Contribution(Given, frozen=True, tag=True, tag_field="event", forbid_unkno
     microbatches_per_s: float
     """Microbatches/s over the last minute."""
     links: tuple[tuple[PeerID, float, float], ...]
-    """The busiest links, each as (other peer, bytes/s sent, bytes/s received)."""
+    """The busiest links over ten seconds, each as (other peer, bytes/s sent, bytes/s received)."""
 
 
 class Recorded(_Report, frozen=True):
     """New lines of the run's record, from a peer that keeps a record or shows the page."""
 
     steps: tuple[StepLine, ...] = ()
-    """Steps in order, each once. A step of a new era (training generation) replaces all steps from its number on."""
+    """Steps in order, each once. The first step of a new era (training generation) voids earlier lines from it on."""
     validations: tuple[ValidationLine, ...] = ()
 
 
@@ -165,7 +165,7 @@ class Note(_Report, frozen=True):
 
 
 class Phase(_Report, frozen=True):
-    """A peer's activity before it trains. A phase without `part` ends the phase before it."""
+    """A peer's activity before it trains, such as fetching its state. A phase without `part` ends the one before."""
 
     name: str
     part: float | None = None

@@ -19,12 +19,12 @@ NOTHING = "nothing"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """One peer's part in the run's work, as far as the record shows it."""
+    """The time and the tokens for which one peer had a stage, by the lines of the record."""
 
     lines: Sequence[PeerLine]
     work_s: float
     tokens: int
-    """Tokens on which the run trained while the peer had a stage, even if other peers of the stage computed them."""
+    """All tokens on which the run trained while this peer had a stage. Other peers may have computed them."""
 
     @property
     def name(self) -> str:
@@ -50,34 +50,34 @@ class Totals:
         self.recorded = sum(line.steps for line in steps)
         """The number of steps that have a line."""
         self.lost = self.step - (steps[0].step - steps[0].steps) - self.recorded if steps else 0
-        """The number of steps since the first line that have no line."""
+        """The number of steps without a line, counted from the record's first step."""
         self.loss = (losses[0], statistics.fmean(losses[-_AT_THE_END:])) if losses else None
-        """(loss of the first step, mean loss of the last ten)."""
+        """(first known loss, mean of the last ten known losses), in nats a token; None: no loss is known."""
         tested = record.validations
         best = min(tested, key=lambda line: line.loss, default=None)
         self.validation = (tested[0], tested[-1], best) if best is not None else None
         """The lines of the first, the last and the best validation; None: the record has no validation."""
         self.tokens = sum(line.tokens for line in steps)
         self.tokens_per_s = statistics.median(paces) if paces else None
-        """The median tokens/s over the steps."""
+        """The median of the recorded tokens/s; None: no line has a rate."""
         self.times_s = (min(times), max(times)) if times else None
         """The times of the first and the last step, in seconds since 1970; None: there is no step."""
         self.elapsed_s = self.times_s[1] - self.times_s[0] if self.times_s is not None else 0.0
         self.peers_max = max((line.peers for line in steps), default=0)
         self.shares = shares(steps, record.peers)
-        """Each peer's share, in the order of arrival."""
+        """The shares of all peers, ordered by the peers' first lines in the record."""
         self.redone = sum(line.steps for line in record.redone)
         """The number of steps that were done once, and then repeated because the run went back to a snapshot."""
         self.rollbacks = _rollbacks((*steps, *record.redone))
         """How often the run went back to a snapshot."""
         self.given_up = sum(line.given_up for line in steps)
-        """The number of microbatches that steps lacked, summed over the groups."""
+        """The number of microbatches that groups left out of a step, summed over steps and groups."""
         self.duplicates = sum(line.duplicates for line in steps)
-        """The number of microbatches computed twice, summed over the groups."""
+        """The number of microbatches computed twice, summed over steps and groups."""
 
 
 def shares(steps: Sequence[StepLine], peers: Sequence[PeerLine]) -> tuple[Share, ...]:
-    """Compute every peer's share of the work. Args: steps: valid steps; peers: the lines about peers, in order."""
+    """Return each peer's time at work and tokens. Args: steps: the valid step lines; peers: lines on peers, by time."""
     by_time = sorted(steps, key=lambda line: line.time)
     times = [line.time for line in by_time]
     tokens = [0, *accumulate(line.tokens for line in by_time)]

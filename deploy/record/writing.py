@@ -13,7 +13,7 @@ from shoal.protocol.identity import PeerID
 RECORD_BYTES_MAX: Final = 64 * 1024 * 1024
 """Room for 190,000 step lines of about 350 bytes. The older half of a larger record is thinned (`thin`)."""
 WAITING_MAX: Final = 100_000
-"""The most lines kept in memory while the disk fails; if there are more, the oldest lines are lost."""
+"""The most lines that wait in memory while the disk fails; each further line displaces the oldest."""
 AGAIN_S: Final = 10.0
 """Seconds after a disk error until the disk is tried again."""
 
@@ -43,7 +43,7 @@ class RecordFile:
         self._num_lost = 0
 
     def append(self, lines: Sequence[Line]) -> None:
-        """Write `lines`; while the disk fails, keep them in memory."""
+        """Write `lines`. While the disk fails, keep them in memory, at most `WAITING_MAX`, and write them later."""
         self._num_lost += max(0, len(self._waiting) + len(lines) - WAITING_MAX)
         self._waiting.extend(encode_line(line) for line in lines)
         if not self._waiting or self._now_s() < self._again_s:
@@ -65,7 +65,7 @@ class RecordFile:
             self._num_lost = 0
 
     def close(self) -> None:
-        """Write the waiting lines, if the disk works."""
+        """Try once more to write the lines that wait in memory, then close the file."""
         self._again_s = -float("inf")
         self.append(())
         self._end_file()

@@ -22,7 +22,7 @@ from shoal.protocol.seals import SEALS
 from shoal.protocol.spec import decode_spec, run_id
 
 _COPIES_BYTES_MAX = 256 * 1024
-"""Room for about 250 copies of the spec. Further peers cannot store a copy, and try again later."""
+"""The most bytes of all copies of the spec: about 250 copies. Further peers cannot store theirs, and try later."""
 _HEADS_BYTES_MAX = 256 * 1024
 """Room for heads: a head is a coordinator's record of its newest plan's number, and lasts two minutes. Records of all
 keys must fit into one message, because a DHT node sends them together to a new node that is closer to the keys."""
@@ -60,7 +60,7 @@ def _is_spec(gate: Gate, subkey: str, value: bytes) -> bool:
 
 @lru_cache(maxsize=16)
 def _makes(run: str, owner: PeerID, spec: bytes) -> bool:
-    """True if a run with this owner and spec has the name `run`."""
+    """True if `run`, a name made by hashing spec and owner, belongs to this encoded spec and this owner."""
     try:
         check_depth(spec)
         return run_id(decode_spec(spec), owner) == run

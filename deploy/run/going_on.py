@@ -24,13 +24,13 @@ _GOAL: Final = ("training.steps", "optimizer.schedule", "optimizer.decay_steps")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoingOn:
-    """The spec under which a run goes on, and sentences for the user about the choice."""
+    """The spec under which a run is resumed or continued, and sentences that tell the user what will happen."""
 
     spec: RunSpec
     sentences: tuple[str, ...]
     finished: bool = False
     is_new: bool = False
-    """True if this machine has no state of the run yet."""
+    """True if this machine has no files of the run yet."""
 
 
 def same_run(asked: RunSpec, known: RunSpec, chosen: Collection[str] = ()) -> bool:
@@ -78,7 +78,7 @@ def going_on(asked: RunSpec, folder: RunFolder, *, steps: int | None = None) -> 
 
 
 def new_run_note(asked: RunSpec, others: Iterable[RunFolder], chosen: Collection[str] = ()) -> str:
-    """Return a note if one of `others` has the name of `asked`, but other values in unchangeable fields; else ""."""
+    """Return a note that `asked` is a new run, if one of the runs `others` has its name and has done steps; else ""."""
     begun = [(other.reached(), other, spec) for other in others if (spec := other.spec()) is not None]
     begun = [entry for entry in begun if entry[0] > 0 and entry[2].name == asked.name]
     if not begun:
@@ -204,7 +204,7 @@ def _finished(spec: RunSpec, folder: RunFolder) -> Iterable[str]:
 
 
 def ended_in_words(folder: RunFolder) -> str:
-    """Return a sentence that the run was finished, for a volunteer that finds no peers; empty: it was not."""
+    """Tell a volunteer that finds no peers that the run was finished; "" if it was not, or its spec is not here."""
     spec = folder.spec()
     if spec is None or not folder.is_finished():
         return ""
@@ -215,7 +215,7 @@ def ended_in_words(folder: RunFolder) -> str:
 
 
 def _differences(asked: RunSpec, known: RunSpec, chosen: Collection[str]) -> str:
-    """Return the fields in which two specs of different runs differ, with a verb: `seed and model.dim are`."""
+    """Return the names of unchangeable fields in which two specs differ, and a verb: `seed and model.dim are`."""
     ours, theirs = (_flat(msgspec.to_builtins(spec)) for spec in (asked, known))
     unchanging = set(ours | theirs) - {*chosen, *_GOAL, "swarm.min_peers", "continued"}
     fields = sorted(path for path in unchanging if ours.get(path) != theirs.get(path))

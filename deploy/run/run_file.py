@@ -16,7 +16,7 @@ DEMO_SPEC = Path(__file__).parent.parent / "demo" / "demo.toml"
 MOE_SPEC = DEMO_SPEC.with_name("moe.toml")
 
 _FIRST: Final = ("data", "training", "swarm", "optimizer", "adapter", "wire")
-"""The tables that come first in a written file: those that people change."""
+"""The TOML tables written first, in this order, because people change their fields most."""
 
 
 def with_changes(spec: RunSpec, changes: Mapping[str, object]) -> RunSpec:
@@ -72,7 +72,7 @@ def _place(section: str) -> int:
 
 
 def _without(tables: dict[str, Any], section: str, name: str, spec: RunSpec) -> dict[str, Any]:
-    """Return `tables` without field `name` of `section`; unchanged if the result would no longer decode to `spec`."""
+    """Leave field `name` of `section` out of the TOML `tables`, unless the rest would no longer decode to `spec`."""
     inside = tables[section] if section else tables
     less = {field: value for field, value in inside.items() if field != name}
     changed = tables | {section: less} if section else less

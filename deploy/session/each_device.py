@@ -51,7 +51,7 @@ class Each:
 
 
 def share_of(limits: Limits, among: int) -> Limits:
-    """Divide the network rates (Mbit/s) among the peers, but no device limits: each peer has its own device."""
+    """Return the limits of one of `among` peers: its part of the network rates, and the device limits undivided."""
     rates = {name: getattr(limits, name) for name in ("upload_mbit_s", "download_mbit_s", "relay_mbit_s")}
     parts = {name: max(MBIT_S_MIN, rate / among) for name, rate in rates.items() if rate > 0.0}
     return msgspec.structs.replace(limits, **parts)

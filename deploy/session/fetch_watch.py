@@ -12,7 +12,7 @@ class FetchWatch:
         self._began_s = 0.0
 
     def look(self, progress: FetchProgress | None, now_s: float) -> Phase | None:
-        """Return the fetch's progress as a phase; None: nothing is new. A phase without `part`: the fetch has ended."""
+        """Return a phase to report; None: nothing is new. A phase without `part` means that the fetch has ended."""
         if progress is not self._progress:
             self._progress, self._began_s = progress, now_s
             if progress is None:

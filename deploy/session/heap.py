@@ -18,7 +18,7 @@ _M_ARENA_MAX = -8
 _INTERVAL_S = 10.0
 """Seconds between trims. A trim, and getting pages back after it, take milliseconds: a thousandth of a core's time."""
 _LARGE_PARAMETERS = 4_000_000
-"""A stage with at least this many parameters is large. A smaller one leaves at most 48 MB for the next trim."""
+"""The least parameters of a large stage. A step of a smaller stage leaves at most 48 MB for the next trim."""
 
 
 def share_heap() -> None:
@@ -44,7 +44,7 @@ def importing() -> Iterator[None]:
 
 
 def freeze_heap() -> None:
-    """Exempt all present objects, mostly imported modules, from the cycle collector: no collection could free them."""
+    """Collect garbage, then exempt all objects that are left, mostly of imported modules, from later collections."""
     gc.collect()
     gc.freeze()
 

@@ -81,7 +81,7 @@ async def open_network(
 
 
 def _where_free(kept: Sequence[str], asked: Sequence[str]) -> Sequence[str]:
-    """Return `kept` (the addresses of the last start) if all its ports are free here, else `asked`."""
+    """Return `kept`, the last start's addresses, if their ports are free, else `asked`; if they are equal, raise."""
     try:
         refuse_ports_in_use(kept)
     except TransportError as error:

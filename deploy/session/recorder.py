@@ -54,14 +54,14 @@ logger = logging.getLogger(__name__)
 
 PERIOD_S: Final = 1.0
 GROUPS_A_SECOND: Final = 8
-"""How many groups are asked in a second. If the run has more groups, each is asked more rarely."""
+"""The most groups asked for their commits in a second. If the run has more, each is asked more rarely."""
 MISSING_S: Final = 3.0
-"""Seconds between requests for a missing report for which later steps wait."""
+"""Seconds between requests to a group for a report that is missing, while later steps wait for it."""
 VALIDATIONS_S: Final = 20.0
-"""Seconds between requests for validations to several first-stage members: only a validation's leader knows it."""
+"""Seconds between requests to several first-stage members: only the member that led a validation knows it."""
 ASKED_AT_ONCE: Final = 8
 LAST_WORDS_S: Final = 3.0
-"""Seconds that `finish` waits for reports of the last steps; a request under way may take longer."""
+"""Seconds in which `finish` asks for reports of the last steps; the last request may end later."""
 
 
 class Recorder:
@@ -87,7 +87,7 @@ class Recorder:
         self._book = self._new_book(None)
         self._status_era = -1
         self._foreseen: tuple[Key, float | None] = (0, 0), None
-        """((era, step) at which the prediction of the plan in force was first seen, predicted tokens/s)."""
+        """((era, step) at which we first saw the newest prediction of the run's speed, predicted tokens/s or None)."""
         self._step = 0
         self._validated: set[Key] = set()
         self._plans: set[tuple[int, int]] = set()
@@ -155,7 +155,7 @@ class Recorder:
                 logger.exception("the record goes on without the lines that were to be written now")
 
     async def finish(self, endpoint: Endpoint, past: Past, plan: Plan | None, *, finished: bool) -> None:
-        """Write the last steps and the end line."""
+        """Ask for reports of the last steps, and write these steps and the end line."""
         if not self._is_open:
             return
         step = self._spec.training.steps if finished else self._step
@@ -242,7 +242,7 @@ class Recorder:
 
     @property
     def _validations_from(self) -> Key:
-        """(era, version) from which to request validations: two intervals before the newest, since some come late."""
+        """(era, version) from which to request validations: two intervals before the newest, as some arrive late."""
         era, version = max(self._validated, default=(0, -1))
         return era, max(0, version - 2 * self._spec.training.validation_interval_steps)
 
@@ -321,7 +321,7 @@ class Recorder:
         )
 
     async def _keep(self, steps: tuple[StepLine, ...]) -> None:
-        """Write `steps` and waiting lines in another thread (a disk may be slow). Report steps and validations."""
+        """Write the waiting lines and `steps`, in another thread as a disk may be slow, and pass them to displays."""
         async with self._lock:
             lines, self._waiting = [*self._waiting, *steps], []
             if not lines:

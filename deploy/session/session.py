@@ -87,9 +87,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ASKS_EVERY = 5
-"""Seconds between status requests of a peer with a parent process. All the parent's peers ask: any one may die."""
+"""Seconds between status requests if only a parent process listens. All its peers ask, because any may die."""
 _POLLS_MAX = 20
-"""The most status requests per second from all peers together; so in a large swarm each peer asks rarely."""
+"""About the status requests per second if all N peers show the run: each asks every N // 20 s, or every second."""
 _COPY = "the model is on this machine: nothing of it has to be downloaded"
 _NO_COPY = "the model is not on this machine: this peer downloads its layers of it from other peers, once"
 NOBODY_YET = "no other peer of the run is up yet: it goes on when enough peers are here (Ctrl-C ends the wait)"
@@ -161,7 +161,7 @@ class _Run(NodeRun):
 
 
 def _seats(spec: RunSpec) -> int:
-    """Return the number of machines that may join with the host's first invite: enough for the run to begin."""
+    """Return how many machines may join by the host's first invite: `swarm.min_peers` or more, so the run can begin."""
     return max(DEFAULT_SEATS, spec.swarm.min_peers)
 
 
@@ -476,7 +476,7 @@ async def _until_done(
 
 
 async def _tell_invites(verbs: HostVerbs, me: PeerID, reports: Reporter) -> None:
-    """Report a new invite as soon as it can name other peers too: the first invite names only this machine."""
+    """Report a new invite when other peers can be named in it: the first invite names only this machine."""
     fresh = FreshInvite(me)
     while True:
         await asyncio.sleep(2.0)
@@ -520,7 +520,7 @@ async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: 
 
 
 def _before_the_plan(node: Node) -> str:
-    """Return in words what the first plan waits for. Only the host, which makes it, knows how many peers are up."""
+    """Return why there is no plan yet: this peer is refused, or what the run waits for, as far as this peer knows."""
     if node.coordination.turned_away:
         return f"not let in: {node.coordination.turned_away}"
     return node.coordination.said or f"waiting for peers: the run begins with {node.spec.swarm.min_peers}"

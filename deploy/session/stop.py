@@ -53,7 +53,7 @@ class Stop:
 
 
 def _forget_terminal() -> None:
-    """Redirect streams of a closed terminal to /dev/null: a failing write would end us before the state is saved."""
+    """Redirect a closed terminal's streams to /dev/null: a failing write would end this peer with its state unsaved."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         if os.isatty(descriptor):

@@ -85,8 +85,8 @@ def text_score(predictor: Predictor, path: Path, *, on_progress: OnProgress) -> 
 
 
 def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple[Tensor, Tensor]:
-    """Return (`context` tokens from position `start` of the text; for each, the next token as its target), both int64
-    [T]. A target is IGNORED before position `learn_from` of the text and after the text's end."""
+    """Return (tokens, targets), both int64 [T]: `context` tokens of the text from position `start`, and after each the
+    token to predict. Targets of tokens before position `learn_from`, and beyond the text's end, are IGNORED."""
     tokens_T = torch.zeros(context, dtype=torch.int64)
     targets_T = torch.full((context,), IGNORED)
     size = min(context, tokens_N.numel() - 1 - start)
@@ -97,7 +97,7 @@ def window(tokens_N: Tensor, start: int, context: int, learn_from: int) -> tuple
 
 
 def _over_samples(predictor: Predictor, samples: Samples, chosen: Sequence[int], tell: OnProgress) -> tuple[float, int]:
-    """Return (the losses of all chosen samples added up, in nats; the number of tokens predicted)."""
+    """Return (sum of the losses of all predicted tokens in nats, number of these tokens) of the samples `chosen`."""
     batch = max(1, BATCH_TOKENS // predictor.model.context)
     total, tokens = 0.0, 0
     for at in range(0, len(chosen), batch):

@@ -31,9 +31,9 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.tensors import HEAD_MATRIX
 
 _CARRIED: Final = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", TEMPLATE_FILE)
-"""The files beside tokenizer.json that belong to the tokenizer, so that an export copies them."""
+"""Names of files that an export copies from the folder of tokenizer.json, because they belong to the tokenizer."""
 _OF_CONFIG: Final = ("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings")
-"""Fields that an exported config copies from the initial model's config: training does not change them."""
+"""Fields copied from the initial model's config, as training does not change them; a too short context is not."""
 DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Form = Literal["hf", "peft"]
 
@@ -151,7 +151,7 @@ def _small_files(spec: RunSpec, dtype: str, tokenizer_path: Path | None) -> dict
 
 
 def _carried(folder: Path, *, began_there: bool) -> dict[str, bytes]:
-    """Return name -> content of the files that belong to the tokenizer.json in `folder`.
+    """Return {file name: content} of the files in `folder` that belong to its tokenizer.json.
 
     Args: began_there: True: `folder` has the run's initial weights, so its generation config is added.
     Raises: LocalError: a file cannot be read.
@@ -250,7 +250,7 @@ def _write_weights(
 
 
 def _tensors(snapshot: FoundSnapshot, base: BaseModel | None, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, tensor) of all weights in order. Tensors are copies, so that the layer can be freed."""
+    """Yield (Hugging Face name, tensor), layer by layer. Each tensor is a copy, so that the layer can be freed."""
     spec = snapshot.spec
     for key in snapshot.keys:
         whole_N = whole_layer(spec, key, snapshot.read(key), base)
@@ -265,7 +265,8 @@ def _is_embedding_again(spec: RunSpec, name: str) -> bool:
 
 
 def _cut(sizes: dict[str, int], shard_bytes: int) -> list[list[str]]:
-    """Assign the tensors, in order, to files of at most `shard_bytes`. Returns: the tensors' names, file by file."""
+    """Distribute tensors, in order, over files of at most `shard_bytes`; a larger tensor gets its own file. Return the
+    tensors' names, file by file. Args: sizes: name -> bytes."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, num_bytes in sizes.items():

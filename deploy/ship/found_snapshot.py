@@ -32,15 +32,15 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoundSnapshot:
-    """A run's version with a copy of every layer on this machine. Damage is found only when a layer is read."""
+    """One version of a run, with a copy of every layer on this machine. `read` finds out whether a layer is damaged."""
 
     run: str
     era: int
     version: int
     spec: RunSpec
     parts: Mapping[str, Sequence[tuple[Disk, PurePosixPath]]]
-    """Layer -> the snapshots' folders that have it. If peers hold single experts, a key is one expert, or the rest of a
-    layer."""
+    """Layer -> the snapshot folders with a copy of it, each as (disk, path). If peers hold single experts, the keys are
+    the experts and the rests of their layers instead."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def _manifests(root: Path) -> Iterator[Path]:
 
 
 def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
-    """Return (time of writing, disk, content) of a snapshot by its manifest; None: it is damaged or was removed."""
+    """Return (time of writing, disk, description) of the snapshot with this manifest; None: damaged or just removed."""
     folder = manifest.parent.resolve()
     disk = LiveDisk(folder.parent)
     try:
@@ -145,7 +145,7 @@ def _look_at(manifest: Path) -> tuple[float, Disk, StoredSnapshot] | None:
 
 
 def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSnapshot]:
-    """Return the versions of which these snapshots have every layer, newest first. Args: parts: a run's snapshots."""
+    """Return the versions of which all layers are in `parts`, one run's snapshots with their disks; newest first."""
     whole = []
     for age in sorted({stored.age for _, stored in parts}, reverse=True):
         here = [(disk, stored) for disk, stored in parts if stored.age == age]
@@ -158,5 +158,5 @@ def whole_versions(parts: Sequence[tuple[Disk, StoredSnapshot]]) -> list[FoundSn
 
 
 def _held(spec: RunSpec) -> tuple[str, ...]:
-    """Return the keys under which snapshots store layers and, if peers hold single experts, experts."""
+    """Return the keys of a model's snapshots: layers or, if peers hold single experts, experts and layers' rests."""
     return held_keys(spec.model, placed=spec.swarm.expert_slots > 0)

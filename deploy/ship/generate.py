@@ -81,7 +81,7 @@ def write(
 def sampled(
     predictor: Predictor, tokens: list[int], num_tokens: int, sampler: Sampler, ends: Container[int | None]
 ) -> Iterator[str]:
-    """Yield the text of at most `num_tokens` tokens. A token in `ends` ends the text, and does not belong to it."""
+    """Yield a text of at most `num_tokens` tokens, piece by piece, up to a token in `ends`, which is left out."""
     detokenizer = Detokenizer(predictor.tokenizer)
     for token in itertools.islice(predictor.stream(tokens, sampler), num_tokens):
         if token in ends:
@@ -90,7 +90,7 @@ def sampled(
 
 
 def _until(end: str, parts: Iterator[str]) -> Iterator[str]:
-    """Yield the text of `parts` up to `end`. A tail with which `end` may begin waits for the next part."""
+    """Yield the text of `parts` up to the text `end`. Hold back a tail that may be the beginning of `end`."""
     if not end:
         yield from parts
         return
@@ -122,11 +122,11 @@ def _ends_in_configs(folder: Path, tokenizer: Tokenizer) -> set[int]:
 
 
 def _token_of(text: str, tokenizer: Tokenizer) -> int | None:
-    """Return the token of a text that is a single token; None if the text has no token or several."""
+    """Encode `text`, and return its token if there is exactly one, else None."""
     tokens = tokenizer.encode([text], special=True)[0].tolist()
     return tokens[0] if len(tokens) == 1 else None
 
 
 def fit_for_terminal(text: str) -> str:
-    """Return the text without control characters: an untrained model may write terminal commands."""
+    """Replace control characters, except tab and line feed, by `?`: a model may write terminal commands."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)

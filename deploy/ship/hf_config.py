@@ -320,7 +320,7 @@ def _experts_written(model: ModelSpec) -> dict[str, Any]:
 
 
 def _said(value: object) -> str:
-    """Return a config's value for an error message, cut to 80 characters."""
+    """Format a config's value for an error message: printable, at most 80 characters."""
     return printable(value if isinstance(value, str) else repr(value))[:80]
 
 

@@ -31,7 +31,7 @@ from shoal.protocol.tensors import EMBEDDING_MATRIX, HEAD_MATRIX
 from shoal.protocol.toml.defaults import learning_rate_of, size_of, warmup_steps_of
 
 _SMALLEST: Final = "layers.0"
-"""The layer by which a copy of the base is told from models of equal shape. Embedding and head are larger."""
+"""Only this layer's digest is compared to find the base among models of its shape: embedding and head are larger."""
 _FP32_BYTES: Final = 4
 _DTYPES: Final = ("F32", "F16", "BF16", "F64", "F8_E4M3", "F8_E5M2")
 """The allowed dtypes of weights. Integers are refused: a conversion would silently give wrong weights."""
@@ -219,7 +219,7 @@ def has_tied_head(folder: Path) -> bool:
 
 
 def _with_steps(spec: RunSpec, steps: int, *, adapts: bool) -> RunSpec:
-    """Set the number of steps and an optimizer for fine-tuning: a low learning rate and no weight decay."""
+    """Return `spec` with `steps` steps and AdamW for fine-tuning: a low learning rate, no weight decay."""
     tokens = float(spec.tokens_per_step)
     rate = learning_rate_of(
         size_of(spec.model), tokens_per_step=tokens, steps=steps, optimizer="adamw", tunes=True, adapts=adapts

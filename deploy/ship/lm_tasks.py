@@ -132,8 +132,8 @@ def _answering(predictor: Predictor) -> Any:
 def _log_likelihoods(
     predictor: Predictor, pairs: Sequence[tuple[Sequence[int], Sequence[int]]]
 ) -> list[tuple[float, bool]]:
-    """Return, for each pair (context, asked tokens), (log-likelihood of the asked tokens in nats, True if every asked
-    token is the most likely one at its place)."""
+    """Return for each pair (context, asked tokens): (log-likelihood of the asked tokens in nats, True if each of them
+    is the model's most likely token there). A pair longer than the model's context loses its first tokens."""
     T = predictor.model.context
     found: list[tuple[float, bool]] = [(0.0, True)] * len(pairs)
     rows = [([*before, *after][-(T + 1) :], min(len(after), T)) for before, after in pairs]
@@ -157,7 +157,7 @@ def _log_likelihoods(
 
 
 def _written(predictor: Predictor, prompt: list[int], how: Mapping[str, Any]) -> str:
-    """Generate text after `prompt`, and return what comes before the first stop text of the task."""
+    """Generate text after `prompt`, and return it up to the task's first stop text, end token or token limit."""
     until = how.get("until") or []
     stops = [until] if isinstance(until, str) else list(until)
     temperature = float(how.get("temperature") or 0.0) if how.get("do_sample") else 0.0

@@ -22,7 +22,7 @@ from shoal.protocol.spec import RunSpec
 
 PROVENANCE: Final = "shoal.json"
 _LICENCE_FILES: Final = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]{0,40}", re.IGNORECASE)
-"""Files of the base that must accompany every copy of its weights."""
+"""Matches names of licence files in the base's folder, which must accompany every copy of the base's weights."""
 
 
 class DataSource(msgspec.Struct, frozen=True, kw_only=True):

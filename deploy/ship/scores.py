@@ -52,7 +52,7 @@ def keep_evaluation(run: str, era: int, version: int, scores: list[Score]) -> Pa
 
 
 def evaluations_of(run: str, era: int, version: int) -> list[Score]:
-    """Return the newest score with each name for a version; the names are in the order of their first scores."""
+    """Return a version's scores, the newest of each name; names are in the order in which they were first scored."""
     found: dict[str, Score] = {}
     for line in evaluations(run):
         if (line.era, line.version) == (era, version):

@@ -63,7 +63,7 @@ def _digest_of(numel: int) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelledLayerState(LayerState):
     def digest(self) -> str:
-        """Return a digest of the layer's size: without numbers, all replicas and versions have equal digests."""
+        """Return a digest of the layer's size: without numbers, all replicas and all versions have the same digest."""
         return _digest_of(self.param_N.numel())
 
     def secure_digest(self) -> str:
@@ -148,8 +148,8 @@ class ModelledBase:
 
 
 def with_modelled_base(spec: RunSpec) -> RunSpec:
-    """Return `spec` changed so that peers download the adapters' base model, and do not make it from the seed. Return
-    a spec without adapters as it is."""
+    """Return `spec` with digests of a modelled base, so that peers download the adapters' base model from the host and
+    do not make it from the seed. A spec without adapters is returned unchanged."""
     if spec.adapter is None:
         return spec
     digests = tuple(_digest_of(base_numel(spec, key)) for key in all_layer_keys(spec.model))

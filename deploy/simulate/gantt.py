@@ -12,11 +12,11 @@ KINDS = ("forward", "backward", "step", "wait", "validate", "probe")
 SAYS = ("forward", "backward", "optimizer step", "waits for the reduction", "validates", "probes")
 """The words that the page shows for `KINDS`, in the order of `KINDS`."""
 SPANS_MAX = 40_000
-"""The most jobs in the timelines of a run: more would take many megabytes, so fewer steps are shown instead."""
+"""The most jobs in a run's timelines, to keep the page small: fewer steps are shown if needed, but at least one."""
 DEVICES_MAX = 128
 STEPS_MAX = 4
 _UNITS = 100_000
-"""The shown time is divided into this many units, in which the chart counts."""
+"""The number of equal units in the shown time. A `Chart` gives times as numbers of such units."""
 
 
 class Bar(msgspec.Struct, frozen=True, kw_only=True):
@@ -26,8 +26,8 @@ class Bar(msgspec.Struct, frozen=True, kw_only=True):
     stage: int
     """The stage of the device; -1: unknown."""
     spans: tuple[int, ...]
-    """Three numbers for each job: units from the start of the previous job to its own, its length in units, and the
-    index of its kind in `KINDS`."""
+    """Three numbers for each job: its start (units after the start of the job before it), its length in units, and
+    the index of its kind in `KINDS`."""
 
 
 class Chart(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,8 +57,8 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
 
 
 def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
-    """Return (kind, start, end) of each job, and of a `wait` (for the reduction) in the pause before each optimizer
-    step."""
+    """Return (kind, start, end) of each job. If a device pauses before an optimizer step, add the pause as a `wait` for
+    the reduction."""
     found: list[tuple[str, float, float]] = []
     ended_s = None
     for kind, start_s, end_s in spans:
@@ -84,8 +84,8 @@ def _devices(result: SimResult, placement: Placement | None) -> list[int]:
 
 
 def _window(result: SimResult, devices: Sequence[int]) -> tuple[float, float]:
-    """Return (start, end) of the shown time, which lasts from a commit to the last commit; if there are fewer than two
-    commits, the whole run."""
+    """Return (start, end) of the shown time: as many whole steps before the last commit as fit on the page, at least
+    one. If a run has fewer than two commits, return its whole time."""
     commits_s = [step.committed_at_s for step in result.steps]
     if len(commits_s) < 2:
         return 0.0, max(result.ending.at_s, 1e-9)

@@ -127,7 +127,7 @@ def _about(outcome: Outcome, result: SimResult) -> str:
 
 
 def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
-    """Return the intervals (from, to, tokens/s) between commits; in a long run each interval spans several steps."""
+    """Return (from, to, tokens/s) of the time between commits; an interval of a run with many steps has several."""
     commits_s = [0.0, *(step.committed_at_s for step in result.steps)]
     every = max(1, len(commits_s) // 400)
     counted = [*range(0, len(commits_s) - 1, every), len(commits_s) - 1]
@@ -139,7 +139,7 @@ def pace(result: SimResult) -> tuple[tuple[float, float, float], ...]:
 
 
 def _maps(outcome: Outcome, result: SimResult, topology: Topology) -> tuple[Map, ...]:
-    """Return the maps by region, by stage and by device, without those that have no data or are too large."""
+    """Return a run's traffic by region, stage and device, each if it applies and has few enough rows to be shown."""
     moved: Floats = result.bytes_per_step if result.steps else result.traffic_bytes.astype(np.float64)
     maps = []
     if len(set(topology.regions)) > 1:
@@ -173,7 +173,7 @@ def _layout(outcome: Outcome, topology: Topology) -> tuple[tuple[int, str, int, 
 
 
 def counted(stage: Sequence[int], topology: Topology) -> str:
-    """Return the number of devices in each region; without regions, the devices' names."""
+    """Say how many devices of a stage each region has; without regions, list the devices' names."""
     if any(topology.regions):
         return said_regions(stage, topology)
     return ", ".join(topology.names[device] for device in stage)

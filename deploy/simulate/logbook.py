@@ -40,7 +40,7 @@ class SimLedger:
         self.plan: Plan | None = None
         """The newest plan that any node obeyed."""
         self._num_groups = 0
-        """The number of groups that commit each step under the newest plan: stages, and groups of expert holders."""
+        """How many groups must commit a step: stages and groups of expert holders of the latest reported plan."""
         self._wanted = steps
         self._on_step = on_step
         self._keeps_timeline = keeps_timeline
@@ -63,7 +63,7 @@ class SimLedger:
         self._note("left", device, name)
 
     def obeyed(self, plan: Plan) -> None:
-        """Record that a plan is in force. Every node reports every plan; only the first report of a plan counts."""
+        """Record that a node obeys `plan`. All nodes report this; only the first report of each plan counts."""
         if plan.order in self._plans:
             return
         self._plans.add(plan.order)
@@ -104,7 +104,7 @@ class SimLedger:
         return tuple(device for device, peer in sorted(self._peers.items()) if peer.is_alive)
 
     def read_jobs(self) -> None:
-        """Move the jobs that devices have finished since the last call into this record."""
+        """Add the jobs that devices have finished since the last call to this record, and clear the devices' lists."""
         for device in self._peers:
             self._read_jobs(device)
 

@@ -56,12 +56,12 @@ class RunLimits:
     steps: int | None = None
     """The number of steps that every stage commits before the run ends; None: as in the spec."""
     steps_after: int = 0
-    """The number of steps that nodes may do beyond `steps`, so that the last counted step overlaps with a next one."""
+    """The number of uncounted steps planned after `steps`, so that the last counted step overlaps with a next one."""
     seconds: float | None = None
     """The virtual time at which the run ends; None: unlimited."""
     look_every_s: float = 60.0
-    """Virtual seconds between calls of `is_enough`. At each call the working times of the devices' jobs are added up;
-    then the jobs are dropped, unless a timeline is wanted."""
+    """The most virtual seconds between calls of `is_enough`. In between, the times of finished jobs are added up, and
+    the jobs are dropped to save memory, unless a timeline is wanted."""
     is_enough: Callable[[], str] = lambda: ""
     """Returns why to end the run now; empty: the run goes on."""
 
@@ -86,11 +86,11 @@ class ModelledRun:
     make_swarm: Callable[..., ModelledSwarm] = ModelledSwarm
     """Makes the swarm. Tests and benchmarks pass another maker, to disturb devices or to imitate other systems."""
     chunk_bytes: int | None = None
-    """The bytes, in fp32, of the pieces in which gradient sums and states travel; None: `chunk_bytes_on(topology)`."""
+    """The size of pieces in which gradients and states are sent, in fp32 bytes; None: `chunk_bytes_on(topology)`."""
     expert_loads: Sequence[float] | None = None
     """The relative loads of the experts, if the run spec places experts. None: all equal."""
     on_progress: Callable[[float], None] = lambda share: None
-    """Called at every step with the part of the run that is over, in [0, 1]."""
+    """Called after each committed step with the share of the run that is over, in [0, 1]."""
 
 
 def chunk_bytes_on(topology: Topology) -> int:

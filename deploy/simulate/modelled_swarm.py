@@ -24,7 +24,7 @@ from shoal.protocol.spec import RunSpec
 from shoal.protocol.topology import Topology
 
 Ports = tuple[Transport, Compute, Traffic | None]
-"""The (transport, device, traffic) that a simulated peer gives its node; traffic None: the node makes its own."""
+"""A node's access to the simulated world: (transport, device, traffic control or None: the node makes its own)."""
 
 
 class ModelledSwarm:
@@ -60,7 +60,7 @@ class ModelledSwarm:
         self._lives: dict[int, int] = {}
         self._peers: dict[int, SimPeer] = {}
         self._nodes: dict[int, Node] = {}
-        """Device -> its node, from the node's start until it is told to leave."""
+        """Device -> its running node. A node that has been told to leave is no longer listed."""
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._apart: dict[int, set[int]] = {}
         """Device -> the other devices that have no path to it or from it."""

@@ -41,7 +41,7 @@ class Outcome:
     problem: str = ""
     """Why there is no result; empty: the strategy can be simulated."""
     planned_s: float = 0.0
-    """The real seconds that finding the placement took."""
+    """The seconds of this machine's time that the search for the layout took."""
     result: SimResult | None = None
     figures: Figures | None = None
     """The costs, traffic and duration at the simulated pace; None: the run has no pace."""
@@ -50,14 +50,14 @@ class Outcome:
 
     @property
     def run(self) -> object:
-        """A value that two outcomes have in common if their runs would be the same; None: the strategy cannot run."""
+        """A value for finding strategies that have the same run: theirs are equal. None: the strategy cannot run."""
         if self.problem:
             return None
         return self.placement, self.strategy.layout == "live", self.spec, self.churn
 
 
 class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
-    """The figures of an `Outcome`; a field is None if there is no such figure. Rates are measured after the warm-up."""
+    """The figures of an `Outcome`; None: there is no such figure. The warm-up does not count in rates."""
 
     strategy: str
     layout: str
@@ -74,14 +74,14 @@ class OutcomeRow(msgspec.Struct, frozen=True, kw_only=True):
     predicted_tokens_per_s: float | None
     measured_over_predicted: float | None
     bytes_per_step: float | None
-    """The mean bytes of a step after the first commit, summed over all frames between devices."""
+    """The mean bytes that all devices together send in a step; the first step counts only if it is the only one."""
     idle_share: float | None
-    """The share of time after the warm-up in which devices with a stage do nothing; None: there is no timeline."""
+    """The share of time after the warm-up in which devices with a stage have no job but probes; None: unknown."""
     bound_by: str
-    """Why figures are missing; if all are there, the predicted bottleneck or, without a prediction, a summary of
-    events."""
+    """Why the row has no speed. If it has one: the predicted bottleneck or, without a prediction, how many plans were
+    made and how many devices were lost."""
     note: str
-    """A note on the figures: the run was cut off, or few steps were measured."""
+    """A note on the figures: why the run was ended early, and if less warm-up than usual was left out; or empty."""
     same_as: str
     figures: Figures | None
     duplicates: int
@@ -133,8 +133,8 @@ def pace(strategy: Strategy, result: SimResult) -> float:
 
 
 def idle_share(outcome: Outcome) -> float | None:
-    """Return the share of the time after the warm-up in which devices with a stage computed nothing; None: there is no
-    timeline, or there are too few steps."""
+    """Return the share of time, after the warm-up and over all devices with a stage, in which a device had no job but
+    speed probes; None: there is no timeline, or there are too few steps."""
     result = outcome.result
     if result is None or len(result.steps) < STEPS_MIN or not any(result.timeline):
         return None
@@ -162,7 +162,7 @@ def bound_by(cost: Cost | None) -> str:
 
 
 def _seen(outcome: Outcome) -> str:
-    """Return a summary of a run's events, for runs without a prediction."""
+    """Summarise a run without a prediction: how many plans, divisions into other stages, and lost devices it had."""
     result = outcome.result
     if result is None:
         return ""

@@ -19,7 +19,7 @@ from shoal.protocol.limits import TRACE_BYTES_MAX
 from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
-"""The runs are compared by the tokens of their first `WORK_S` virtual seconds, or of all if a run is shorter."""
+"""Tokens are compared over the first `WORK_S` virtual seconds, or over the live run if it is shorter."""
 
 
 class Reached(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,7 +104,7 @@ def _times(number: int) -> str:
 
 
 class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields needed from a file that `shoal simulate --json` wrote."""
+    """The fields of a file of `shoal simulate --json` that `shoal plan --simulated` reads."""
 
     scenario: str
     devices: tuple[str, ...]
@@ -131,7 +131,7 @@ def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_st
 
 
 def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Return sentences that rank the live run among a plan's rows. Args: tokens_per_s: row -> its predicted rate."""
+    """Say between which rows of `shoal plan` the live run's tokens/s lie. Args: tokens_per_s: predicted, by row."""
     slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
     faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
     places = []
@@ -149,7 +149,7 @@ def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
 
 
 def said_of_none(scenario: str) -> str:
-    """Return sentences that tell people how to simulate a live run of `scenario`."""
+    """Tell people, if no simulation is given, with which command to simulate a live run of `scenario`."""
     return (
         "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
         f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "

@@ -28,7 +28,7 @@ class Region(Section, frozen=True):
     """The name of the region's place, as paths use it; empty: `name`. Regions may share a place, for example the DSL
     and the fibre machines of one town."""
     tflops: float = 45.0
-    """The TFLOP/s that a device reaches on real microbatches, not its peak."""
+    """The speed of a device in TFLOP/s, as measured on real microbatches; the peak in a data sheet is higher."""
     memory_gb: float = 16.0
     up_mbps: float = math.inf
     """The upload rate of a machine's network card, in Mbit/s."""
@@ -46,7 +46,7 @@ class Region(Section, frozen=True):
     has_text: bool = True
     """True if the devices have the run's text, so that they may hold stage 0."""
     watts: float | None = None
-    """The power of a device while it trains, with its share of the machine's power, in watts; None: unknown."""
+    """Watts that a device takes while it trains, with its share of the rest of its machine; None: unknown."""
     behind_nat: bool = False
     """True if each machine is behind its own router: two such machines cannot connect."""
 
@@ -80,7 +80,7 @@ class Elsewhere(Section, frozen=True):
 
 
 class Path(Elsewhere, frozen=True):
-    """A path between two places, or inside one place, if the path names that place twice."""
+    """A network path between two places; a path that names one place twice is between machines at this place."""
 
     between: tuple[str, str]
     back_mbps: float | None = None

@@ -15,7 +15,7 @@ stages, which went on at the version of the former stages."""
 
 
 STEPS_MIN = 2
-"""The number of commits from which a speed can be computed: a step is the time between two commits."""
+"""A speed needs at least this many commits, because a step lasts from one commit to the next."""
 WARM_UP_STEPS = 2
 """The number of first steps that `step_s` and `tokens_per_s` leave out. During these, peers join, the pipeline
 fills, and the number of microbatches in flight grows."""
@@ -64,7 +64,7 @@ class Ending(NamedTuple):
     cut_off: str = ""
     """Why the run was ended early; empty: it reached its number of steps or its time."""
     standstill: str = ""
-    """Why the run has too few steps to compute its speed; empty: it has enough steps."""
+    """Why the run committed too few steps for a speed; empty: it committed enough."""
     undone: tuple[StepCommitted, ...] = ()
     """The committed steps that a return to an earlier version undid."""
 
@@ -84,9 +84,9 @@ class SimResult:
     """[N, N], the bytes of all frames from each device (row) to each other one. Requests and answers do not count."""
     events: tuple[Happened, ...]
     duplicates: int
-    """The microbatches that a stage counted twice, summed over all commits and stages."""
+    """The number of microbatches counted twice, summed over all commits of all groups."""
     given_up: int
-    """The microbatches that commits lacked, summed over all commits and stages."""
+    """The number of microbatches left out of a step, summed over all commits of all groups."""
     failures: tuple[str, ...]
     """Errors that ended a node, and exceptions of handlers: signs of a bug, or of a run that could not finish."""
     ending: Ending
@@ -110,8 +110,8 @@ class SimResult:
 
     @property
     def step_s(self) -> float:
-        """The seconds of a step: the median over spans of `PACE_STEPS` consecutive steps after the warm-up; NaN: too
-        few steps."""
+        """The seconds of a step: the median, after the warm-up, of means over `PACE_STEPS` consecutive steps, or
+        over one step in a short run; NaN: too few steps."""
         at_s = np.array([step.committed_at_s for step in self.steps[self.left_out_steps :]])
         if len(at_s) < 2:
             return float("nan")
@@ -132,7 +132,7 @@ class SimResult:
         return self.tokens_per_step * float(np.interp(at_s, times_s, np.arange(len(times_s))))
 
     def tokens_per_s_from(self, from_s: float) -> float:
-        """Return the rate after `from_s`, standstills included; NaN: less than a whole step was committed.
+        """Return the mean tokens/s from `from_s` on, standstills included; NaN: less than one step was done since then.
 
         The measured time ends with the last commit, or with the run's end if the run stood still after that commit.
         """

@@ -32,12 +32,12 @@ class SimulatedRouting:
         self._rows = rows
         self._seed = spec.seed
         self.tokens: Payload = phantom(rows * TokenWire(spec).row_bytes)
-        """A payload of the size of the rows (tokens) that a layer sends to all its experts for a microbatch."""
+        """A phantom as large as all rows (tokens) that one layer sends to its experts for one microbatch."""
         self.counts_of = lru_cache(maxsize=4096)(self._drawn)
 
     def _drawn(self, microbatch: Microbatch, layer: int) -> tuple[int, ...]:
-        """Return the number of rows of each expert, from independent draws. An expert gets at most one row of each
-        token; rows beyond that go to less loaded experts."""
+        """Draw an expert for each row (a token is sent as several rows), and return the number of rows of each expert.
+        If an expert gets more rows than there are tokens, the rows beyond go to the next less loaded expert."""
         # The first number separates these draws from others of the run's seed.
         rng = np.random.default_rng((0x5EED, self._seed, microbatch.step, microbatch.index % (1 << 32), layer))
         count_E = rng.multinomial(self._rows, self._share_E)

@@ -27,7 +27,7 @@ SHIPPED = Path(__file__).parent / "scenarios"
 STEPS = 8
 """The default number of steps: two to warm up, the others to measure."""
 STEPS_MAX = 1_000_000
-"""The most steps of a run. The spec of a run that ends by time has this number, so that time ends it first."""
+"""The most steps of a run. If a run shall end by time, its spec has this number, so that the time is up first."""
 STRATEGIES_MAX = 64
 _HEAD_SIZE = 128
 
@@ -38,7 +38,7 @@ class ChurnSection(Section, frozen=True):
     trace: str
     """The path of the trace (`traces.py`), relative to the scenario's folder."""
     start_s: float | None = None
-    """The time of the trace at which the run starts. None: when half of the trace's peak number of nodes is up."""
+    """The second of the trace at which the run starts; None: when first half of the peak number of nodes is up."""
     speedup: float = 1.0
     """How many seconds of the trace pass in one simulated second."""
 
@@ -52,7 +52,7 @@ class ExpertsSection(Section, frozen=True):
     """The `[experts]` table: experts are placed on members of each stage. `[model]` has the number of experts."""
 
     slots: int
-    """How many experts of each of its layers a member holds."""
+    """The number of experts that a member of a stage holds in each layer of the stage."""
     holders: int | Literal["auto"] = "auto"
     """The least number of members that hold each expert, at most all members of the stage; "auto": a run's default. If
     `slots` are too few for it, members hold more experts. The coordinators choose the members by load."""
@@ -75,9 +75,9 @@ class ScenarioFile(Section, frozen=True):
     network: NetworkSection
     title: str = ""
     steps: int | None = None
-    """The number of steps that every strategy commits. None: `STEPS` or, with `seconds` or churn, as many as fit."""
+    """The number of steps of every strategy's run; None: `STEPS`, or with `seconds` or churn as many as fit."""
     seconds: float | None = None
-    """The virtual time at which a run ends at the latest. None: unlimited; with churn `strategies.CHURN_SECONDS`."""
+    """The virtual seconds after which a run ends; None: it is unlimited, or with churn `strategies.CHURN_SECONDS`."""
     stages: int | None = None
     """The number of stages; None: each layout's own choice or default."""
     model: ModelSpec = msgspec.field(default_factory=ModelSpec)
@@ -131,7 +131,7 @@ class Scenario:
     stages: int | None
     seconds: float | None = None
     watts: tuple[float | None, ...]
-    """[N], the power of each device while it trains; None: not given."""
+    """[N], the power of each device in watts while it trains; None: the scenario does not give it."""
     network: ReadNetwork | None
     """The network file; None: the scenario describes the network by regions."""
     trace: Path | None = None
@@ -142,7 +142,7 @@ class Scenario:
 
     @property
     def paper(self) -> WorkloadEntry | None:
-        """The constants of the DT-FM objective in the network file; None: the file has none, or there is no file."""
+        """The network file's figures of a run, from which the DT-FM objective computes a cost; None: there are none."""
         return self.network.file.workload if self.network is not None else None
 
     @property

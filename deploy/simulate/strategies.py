@@ -66,9 +66,9 @@ class StrategyPatience:
     virtual_s: float
     """The limit in virtual time: `VIRTUAL_TIMES` times as long as the first strategy ran."""
     step_s: float
-    """The seconds that a step of the first strategy takes."""
+    """The step time of the first strategy's run, in virtual seconds."""
     real_s: float
-    """The limit in seconds of this machine's time."""
+    """The limit in real time: seconds on the clock of this machine."""
 
     @classmethod
     def beside(cls, first: Outcome, real_seconds: float) -> "StrategyPatience | None":
@@ -84,7 +84,7 @@ class StrategyPatience:
         )
 
     def watch(self) -> Callable[[], str]:
-        """Start the clock. Returns: a function that returns why to end the run; empty: the run goes on."""
+        """Start measuring real time. Return a function that says why a limit is exceeded; empty: none is."""
         begun_s = time.perf_counter()
 
         def ends() -> str:
@@ -110,7 +110,7 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
     """Return the strategies with the comma-separated `names`, from the scenario or else from `strategy.KNOWN`. Without
     `names`, return all strategies of the scenario, or else the default ones.
 
-    Raises: LocalError: a name is unknown.
+    Raises: LocalError: a name is unknown, or `names` has no name.
     """
     if names is None:
         default = DEFAULT if scenario.trace is None else CHURN_DEFAULT
@@ -126,8 +126,8 @@ def chosen_strategies(scenario: Scenario, names: str | None) -> tuple[Strategy, 
 
 
 def with_options(scenario: Scenario, options: StrategyOptions) -> Scenario:
-    """Return the scenario with the run length that `options` ask for. A time or a trace in `options` replaces the
-    scenario's number of steps. Raises: LocalError: the run is too short for a figure."""
+    """Return the scenario with the run length and the trace of `options`. If `options` has a time or a trace, but no
+    number of steps, only time ends the run. Raises: LocalError: the run has too few steps for a figure."""
     training = scenario.spec.training
     trace = options.trace or scenario.trace
     seconds = options.seconds or scenario.seconds
@@ -195,7 +195,7 @@ def prepare(scenario: Scenario, strategy: Strategy, churn: Sequence[Churn], opti
 
 
 def at_once(scenario: Scenario, strategy: Strategy, options: StrategyOptions) -> tuple[Placement, Cost] | None:
-    """Return (layout that the planner's rule makes without a search, its cost); None: no layout is possible."""
+    """Return (layout, its cost), made by the planner's rule without a search; None: no layout is possible."""
     request = _request(
         scenario, strategy, strategy.applied_to(scenario.spec), range(scenario.topology.num_devices), options
     )

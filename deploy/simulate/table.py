@@ -66,7 +66,7 @@ def headings() -> tuple[str, ...]:
 
 
 def cells(row: OutcomeRow) -> tuple[str, ...]:
-    """Return the row's cells: a figure or a word for each of `headings`, without control characters."""
+    """Return the cells of a row of the terminal's table, one for each of `headings`, without control characters."""
     below = row.tokens_per_s_below
     tokens, step = "none", "none"
     if row.tokens_per_s is not None and row.step_s is not None:

@@ -24,7 +24,7 @@ from shoal.protocol.toml_file import read_at_most
 
 Kind = Literal["add", "remove"]
 _Rows = Iterator[tuple[int, list[str]]]
-"""Yields (number of the line in the file, the line's fields)."""
+"""The lines of a trace file, each as (line number, fields)."""
 
 
 class TraceEvent(NamedTuple):
@@ -208,7 +208,7 @@ def _down_times(rows: _Rows, rng: random.Random) -> Iterator[TraceEvent]:
 
 
 def _merged(intervals: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return a node's absences, with overlapping ones merged: the file may list one absence twice, with two causes."""
+    """Merge overlapping absences (start, end) of a node: the file may list one absence twice, with two causes."""
     merged: list[tuple[float, float]] = []
     for start_s, end_s in sorted(intervals):
         if merged and start_s <= merged[-1][1]:

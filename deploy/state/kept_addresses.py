@@ -22,7 +22,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
     """This peer's kept libp2p ports, and its dashboard's port and key. Port 0 or an empty key: nothing is kept yet."""
 
     ports: dict[str, int] = {}
-    """IP version -> libp2p port, as {"4": 43117}. Ports that the user named are not kept."""
+    """IP version -> libp2p port that the system chose, as {"4": 43117}. Ports that the user named are not kept."""
     dashboard_port: int = 0
     dashboard_key: str = ""
 
@@ -35,7 +35,7 @@ class KeptAddresses(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(filled)
 
     def with_ports(self, asked: Sequence[str], listening: Sequence[str]) -> "KeptAddresses":
-        """Return a copy with the ports in `listening`, for each IP version of which `asked` has port 0 (any port)."""
+        """Return a copy with the ports in `listening`, for each IP version for which `asked` has port 0 (any)."""
         by_version = {match[1]: int(match[2]) for match in map(_PORT.match, listening) if match}
         any_port = {match[1] for match in map(_ANY_PORT.match, asked) if match}
         ports = {version: port for version, port in by_version.items() if version in any_port}

@@ -28,15 +28,15 @@ logger = logging.getLogger(__name__)
 FILE_NAME = "known_peers.json"
 KEPT_MAX = 64
 TRIED_MAX = 16
-"""The most known peers to dial. If none of the 16 seen last is up, the whole run is down."""
+"""The most known peers to dial: if none of the 16 that were seen last is up, the whole run is likely down."""
 
 
 class KnownPeer(msgspec.Struct, frozen=True):
     peer: PeerID
     addresses: tuple[str, ...]
-    """Multiaddrs with `/p2p/…`, as told by the peer."""
+    """The peer's multiaddrs with `/p2p/…`, as it announced them."""
     seen_s: float
-    """When we were last connected, in seconds since 1970."""
+    """When this peer was last connected to that one, in seconds since 1970."""
 
 
 class _File(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class KnownPeers:
         return ()
 
     def note(self, seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> None:
-        """Add the peers `seen` and their addresses. Raises: OSError: the disk fails."""
+        """Write the peers `seen`, connected now, and their addresses to the file. Raises: OSError: the disk fails."""
         content = msgspec.json.encode(_File(merge(self.read(), seen, now_s=now_s)))
         replace_file(self._disk, self._path, msgspec.json.format(content))
 
@@ -80,7 +80,7 @@ def ways_to(invite: Invite) -> tuple[str, ...]:
 
 
 def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, now_s: float) -> tuple[KnownPeer, ...]:
-    """Return the peers `seen` now, then those seen in the last 30 days, newest first, at most KEPT_MAX."""
+    """Return the peers `seen` now, then those of `known` seen in the last 30 days, newest first, KEPT_MAX at most."""
     fresh = [KnownPeer(peer, tuple(seen[peer])[:ADDRESSES_MAX], now_s) for peer in sorted(seen) if seen[peer]]
     former = [peer for peer in known if peer.peer not in seen and now_s - peer.seen_s < 30 * 24 * 3600.0]
     former.sort(key=lambda peer: (-peer.seen_s, peer.peer))
@@ -88,7 +88,7 @@ def merge(known: Sequence[KnownPeer], seen: Mapping[PeerID, Sequence[str]], *, n
 
 
 def whom_to_try(invited: Sequence[str], known: Sequence[KnownPeer], *, me: PeerID) -> tuple[str, ...]:
-    """Return the addresses in the invite and those of the peers seen last, each once, without addresses of `me`."""
+    """Return the addresses to dial: the invite's, then those of the `TRIED_MAX` peers seen last, but none of `me`."""
     remembered = [address for peer in known[:TRIED_MAX] for address in peer.addresses]
     return tuple(address for address in dict.fromkeys((*invited, *remembered)) if split_address(address)[1] != me)
 

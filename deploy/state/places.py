@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _IDENTITY = "identity.key"
 _OTHERS = 0o077
-"""Permission bits of the group and of others."""
+"""The permission bits of a file (0o077) that let its group or other users use it."""
 
 
 def state_root() -> Path:
@@ -129,7 +129,7 @@ def claim_first_free(parent: Path, prefix: str) -> FolderLock:
 
 
 def note_folder(folder: Path) -> None:
-    """Record a peer's folder outside shoal's usual places, so that commands find the runs in it."""
+    """Keep the path of a peer's folder on disk, if it is outside shoal's usual places: so commands find its runs."""
     folder, root = folder.resolve(), state_root().resolve()
     if any(folder.is_relative_to(root / usual) for usual in ("hosts", "runs", "demo")):
         return
@@ -203,7 +203,7 @@ def announced(
 
 
 def last_running() -> Running | None:
-    """Return the newest note of a live process."""
+    """Return the note of this user's peer that started last and still runs; None: no peer runs."""
     return next(iter(all_running()), None)
 
 

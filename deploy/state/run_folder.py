@@ -49,21 +49,21 @@ class SavedStanding(msgspec.Struct, frozen=True, kw_only=True):
     loss: float | None = None
     finished: bool = False
     used_s: float
-    """When the peer last looked, in seconds since 1970."""
+    """When the peer last wrote this state, in seconds since 1970."""
     directory: str = ""
     """The host's working directory, to which paths in its run file are relative."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """The state of a run's snapshots in one peer's folder."""
+    """The snapshots of one run in one peer's folder: which layers can be read, and which snapshots are damaged."""
 
     layers: Mapping[tuple[int, int], Collection[str]]
     """(era, version) of each snapshot -> its readable layers; the era is the training generation."""
     damaged: Sequence[str]
     """A sentence for each unreadable snapshot."""
     saved: int
-    """The version of the last snapshot written into this folder; 0: none was written."""
+    """The version of the last snapshot that was ever written here, even if it is gone; 0: none was written."""
 
     def newest_whole(self, keys: Collection[str]) -> int | None:
         """Return the version of the newest snapshot that contains all the layers `keys`; None if there is none."""
@@ -152,14 +152,14 @@ class RunFolder:
         return Kept(layers=layers, damaged=tuple(map(str, damaged)), saved=saved)
 
     def has_met_others(self) -> bool:
-        """True if this peer remembers another peer of the run."""
+        """True if this peer's folder names another peer of the run to which it was connected."""
         from shoal.deploy.state.known_peers import KnownPeers
         from shoal.protocol.live.disk import LiveDisk
 
         return bool(KnownPeers(LiveDisk(self.peer_folder), self.run).read())
 
     def reached(self) -> int:
-        """Return the last step of the run that the files here show, in the newest snapshot or in `standing.json`."""
+        """Return the number of steps done by the files here: the newest snapshot's or `standing.json`'s, if higher."""
         standing = self.standing()
         return max(self.version(), standing.step if standing is not None else 0)
 

@@ -32,7 +32,7 @@ class FoundRun(msgspec.Struct, frozen=True, kw_only=True):
     """The run's name; empty: unknown."""
     run: str
     role: str
-    """The role of the folder's peer, host or volunteer; or demo, if the folder is a demo's."""
+    """Which peer the folder belongs to: `host`, `volunteer`, or `demo` if it is the folder of a whole demo."""
     step: int
     steps: int | None
     loss: float | None
@@ -251,7 +251,7 @@ def _runs_at(folder: Path, up: set[tuple[str, str]]) -> list[FoundRun]:
 
 
 def _running() -> set[tuple[str, str]]:
-    """Return the set of (folder, run) of this user's peers that are up."""
+    """Return {(peer's folder, run)} of all peers of this user that are up."""
     up = set()
     for note in places.all_running():
         with contextlib.suppress(InviteError):

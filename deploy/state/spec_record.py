@@ -68,7 +68,7 @@ def _rank(spec: RunSpec) -> tuple[int, int, bytes]:
 
 
 Found = tuple[RunSpec, bytes]
-"""A spec and the record that contains it."""
+"""(a run's spec, the record in which the owner has signed it)."""
 
 
 async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, known: Found | None = None) -> Found:
@@ -94,7 +94,7 @@ async def fetch_spec(directory: Directory, invite: Invite, *, timeout_s: float, 
 
 
 async def _look(directory: Directory, run: str, owner: PeerID) -> tuple[Found | None, str]:
-    """Return (the newest spec in the directory or None, why the last invalid record is invalid or "")."""
+    """Return (the newest spec in the directory with its record, or None; why a record there is invalid, or "")."""
     found: Found | None = None
     refused = ""
     for subkey, record in sorted((await directory.get(record_key(run))).items()):
@@ -121,7 +121,7 @@ class SpecKeeper:
         self._spec, self._record = found
         self._hurry = asyncio.Event()
         self.newer: asyncio.Future[Found] = asyncio.get_running_loop().create_future()
-        """Resolves to a newer revision than that of `found`, as soon as there is one."""
+        """Gets the spec and record of a newer revision than `found`'s, as soon as this peer hears of one."""
 
     def hurry(self) -> None:
         """Look for a newer revision now, because another peer uses one."""

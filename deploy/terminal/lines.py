@@ -12,7 +12,7 @@ _SPAN = re.compile(r", for \d+ (s|min|h)")
 
 
 def status_lines(view: View) -> Sequence[str]:
-    """Return the lines above the tables of `shoal status`; before the first plan, a single line."""
+    """Return the lines that `shoal status` prints above its tables; before the first plan there is only one line."""
     if view.sequence == 0:
         return (f"run {view.run} ({view.name}): {view.phase}",)
     left = f", {duration(view.left_s)} left" if view.left_s is not None and view.step < view.steps else ""
@@ -51,7 +51,7 @@ def said_rate(view: View) -> str:
 
 
 def current_pace(view: View) -> tuple[str, ...]:
-    """Return a sentence on predicted and actual speed and one on wire formats; nothing once the run is done."""
+    """Return up to two sentences, on predicted and actual speed and on wire formats; none once the run is done."""
     return tuple(said for said in (view.foreseen, view.formats) if said and view.step < view.steps)
 
 
@@ -61,12 +61,12 @@ def current_risks(view: View) -> tuple[str, ...]:
 
 
 def trouble(view: View) -> str:
-    """Return the cause of a standstill, without its duration, which changes every second; empty if the run goes on."""
+    """Return why the run stands still, without the growing duration, so that texts can be compared; "": it does not."""
     return _SPAN.sub("", view.phase) if view.standstill else ""
 
 
 def expert_lines(view: View) -> list[str]:
-    """Return a line per stage with experts: each expert's share of the tokens, and how many peers hold or fetch it."""
+    """Return a line per stage with experts: for the busiest, shares of the tokens in % and how many peers have them."""
     lines = []
     for stage, experts in experts_by_stage(view):
         shown = busiest(experts)

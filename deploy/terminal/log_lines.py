@@ -54,7 +54,7 @@ class LogLines(logging.Handler):
             self.handleError(record)
 
     def _repeats(self, record: logging.LogRecord) -> int | None:
-        """Return the number of lines suppressed since this cause was last written; None: suppress `record` too."""
+        """Return how many lines with the cause of `record` were suppressed before it; None: suppress `record`, too."""
         template = str(record.msg)
         words = re.sub(r"%\S*", "", template)
         text = template if re.search(r"\w", words) else record.getMessage()  # "%s" alone does not identify the cause

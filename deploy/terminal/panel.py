@@ -63,7 +63,7 @@ def phase_row(phase: Phase) -> RenderableType:
 
 
 def sparkline(values: Sequence[float], width: int) -> str:
-    """Return `values` averaged into at most `width` bars; the lowest bar is the minimum."""
+    """Return a text of at most `width` bars, one for each mean of neighbouring `values`; the least has the lowest."""
     if not values:
         return ""
     columns = min(width, len(values))
@@ -75,7 +75,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 class WrappedParts:
-    """Draws parts of a line, on several lines if needed. No part is cut; only a part wider than a line is broken."""
+    """Draws parts of text, on several lines if needed. Only a part wider than a line is broken, and none is cut."""
 
     def __init__(self, *parts: Text) -> None:
         self._parts = [part for part in parts if part.plain]

@@ -22,7 +22,7 @@ class PeerOutput:
     def __init__(self, facts: RunFacts, *, title: str, console: Console | None = None) -> None:
         self._facts = facts
         self._first_step = -1
-        """The number of steps that the run had done at the first status; -1: no status has come yet."""
+        """How many steps the run had done when this peer first got its status; -1: it has got none yet."""
         self.presenter = Presenter(facts, title=title, console=console)
         self._hosts = False
         self._phase = ""

@@ -11,7 +11,7 @@ import typer
 from shoal.deploy.base.words import printable
 
 _UNIT = re.compile(r"(\s*)((?:[^\s`]*`[^`]*`\S*)|shoal join \S+|\S+)")
-"""Matches blanks and the next word. A whole command, which people copy, counts as one word."""
+"""Matches blanks and the next word. A command in backquotes, or `shoal join` with its invite, counts as one word."""
 _LABEL = re.compile(r"\s*(?:\S+ {2,})?")
 """Matches the label at a line's beginning. Continuation lines are indented to the word after the label."""
 
@@ -30,7 +30,7 @@ def say(text: str, *, err: bool = False, whole: bool = False) -> None:
 
 
 def say_or_report(sentences: Iterable[str], *, reports: bool) -> None:
-    """Print sentences before the view of a run opens: for a person, or as reports for a parent process."""
+    """Print sentences: as reports for a parent process if `reports`, else as plain lines for a person."""
     from shoal.deploy.record.report import Note, write_report  # other commands need no messages
 
     for sentence in sentences:

@@ -1,7 +1,7 @@
 """Shows a run on a terminal, for a peer, `shoal demo` and `shoal status --watch`, which pass reports to a `Presenter`.
 
-If the terminal can be redrawn, it draws a panel twice a second. Otherwise it prints a line for each step, for each
-standstill and its end, and for each risk. Both use the same `View` as the dashboard's page.
+If the terminal can be redrawn, it draws a panel twice a second. Otherwise it prints a line for each step it gets, for
+each standstill and its end, and for each risk. Both use the same `View` as the dashboard's page.
 """
 
 import threading
@@ -54,7 +54,7 @@ class Presenter:
         self._step_told = (0, 0)
         """(era, steps done) of the last printed step; the era is the training generation."""
         self._trouble = ""
-        """The last printed cause of a standstill; empty: the run goes on."""
+        """The cause of the standstill that was printed last; empty: its end was printed, too, or there was none."""
         self._stood_at = 0
         """How many steps were done when the run stood still for the last time."""
         self._risks: Sequence[str] = ()
@@ -93,7 +93,7 @@ class Presenter:
     # --- what comes ---
 
     def take(self, report: Report) -> None:
-        """Take a report for the panel and later lines; print nothing."""
+        """Note a report, to be shown in the panel and in lines that are printed later. This prints nothing."""
         if isinstance(report, Phase):
             self._fetching = report if report.part is not None else None
         with self._lock:
@@ -117,7 +117,7 @@ class Presenter:
             self.say(step_line(self.view(), step))
 
     def tell_status(self, *, again: bool = False) -> None:
-        """Print a line for a new step, and lines for changes since the last call, unless a panel shows them.
+        """If no panel is drawn, print a line for a new step, a new standstill, the end of one, and for each new risk.
 
         Args: again: print the step even if it is not new.
         """

@@ -8,7 +8,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 
 class PhaseBar:
-    """A progress bar. Call it with the share of the work that is done, in [0, 1]; 0 means unknown. Thread-safe."""
+    """A progress bar. To move it, call it with the share of the work done, in [0, 1]; 0: unknown. Thread-safe."""
 
     def __init__(self, progress: Progress, what: str) -> None:
         self._progress, self._task = progress, progress.add_task(what, total=None)

@@ -118,8 +118,8 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
 
 
 def expert_table(view: View) -> RenderableType:
-    """Return a table with a column for each expert: its share of its stage's tokens, its number of copies, and which
-    peers hold it (●) or fetch it (○). The busiest experts are shown, as many as fit."""
+    """Return a table of experts by stage. Each column shows an expert's share of the tokens, its number of copies, and
+    in small stages which peers hold (●) or fetch (○) it. The busiest experts are shown, as many as fit."""
     return _Fitting([partial(_expert_table, view, most) for most in range(EXPERTS_SHOWN, 0, -1)])
 
 
@@ -150,7 +150,7 @@ def experts_by_stage(view: View) -> Iterator[tuple[int, list[ExpertView]]]:
 
 
 def busiest(experts: Sequence[ExpertView], most: int = EXPERTS_SHOWN) -> list[ExpertView]:
-    """Return the `most` busiest experts, ordered by number."""
+    """Return the experts with the highest loads, at most `most`, ordered by their numbers."""
     ranked = sorted(experts, key=lambda expert: (-(expert.load or 0.0), expert.expert))
     return sorted(ranked[:most], key=lambda expert: expert.expert)
 

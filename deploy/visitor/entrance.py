@@ -45,7 +45,7 @@ class Entrance:
     directory: Directory
     spec: RunSpec
     peers: tuple[PeerID, ...]
-    """Peers named by the invite or met by this machine; connected ones first."""
+    """Peers of the run that the invite names or that this machine has met, the connected ones first."""
 
 
 @contextlib.asynccontextmanager

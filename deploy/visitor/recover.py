@@ -48,7 +48,7 @@ from shoal.protocol.spec import RunSpec
 logger = logging.getLogger(__name__)
 
 RESET_TERMS = 1000
-"""The mandated plan's term is this far above all known terms, to show people that the owner intervened."""
+"""A recovery's plan has a term so much above all known terms: people then see that the owner intervened."""
 ASK_TIMEOUT_S = 5.0
 ASKED_MAX = 32
 """The most concurrent requests."""
@@ -75,13 +75,13 @@ class Situation:
     missing: tuple[PeerID, ...]
     """Unreachable members of `base`."""
     term_max: int
-    """The highest term that a reachable peer has promised, implausible ones left out."""
+    """The highest term that a reachable peer has voted for or obeys; implausibly high terms do not count."""
     beginning: Beginning | None = None
     """The snapshot to which the run goes back; None: the run goes on from its present state."""
 
     @property
     def version(self) -> int:
-        """The highest model version of a reachable peer in the era (training generation) of `base`."""
+        """The highest model version of reachable peers in the era (training generation) of `base`; 0: there is none."""
         era = self.base.plan.era
         return max((found.standing.version for found in self.found if found.standing.era == era), default=0)
 
@@ -93,7 +93,7 @@ class Situation:
         return term if term < TERM_MAX // 2 else 1  # a new override epoch may restart its terms
 
     def coordinator(self, term: int) -> PeerID:
-        """Return the peer to make the mandated plan: of those that obey `base`, the first in the ranking for `term`."""
+        """Return the peer to make the recovery's plan: the first in rank for `term` of those that obey `base`."""
         obey = [found for found in self.found if found.plan is not None and found.plan.digest == self.base.digest]
         willing = [found.peer for found in obey if found.advert.willing_to_coordinate] or [found.peer for found in obey]
         return rank(self.base.plan.run, term, willing)[0]
@@ -258,8 +258,8 @@ class Recovery:
 
 
 def _roster(situation: Situation, *, spare_bytes: int) -> tuple[tuple[PeerID, Advert], ...]:
-    """Return the members of the mandated plan, peers with state first, as many as `spare_bytes` has room for. The next
-    plan adds the others."""
+    """Return the members of the recovery's plan: reachable peers, those with state first, as many as fit into
+    `spare_bytes`. The next plan adds the others."""
     roster = []
     for found in sorted(situation.found, key=lambda each: (not each.standing.synced, each.peer)):
         spare_bytes -= len(msgspec.msgpack.encode((found.peer, found.advert)))
@@ -291,7 +291,8 @@ def _override_epoch_file(run: str) -> PurePosixPath:
 
 
 def _mandated(disk: Disk, run: str) -> int:
-    """Return the last override epoch that the owner's disk records, which reachable peers may not know; 0: none."""
+    """Return the last override epoch that the owner has used, from the owner's disk: reachable peers may not know it.
+    0: none was used. Raises: LocalError: the file cannot be read."""
     path = _override_epoch_file(run)
     try:
         return int(disk.read(path))

@@ -21,10 +21,10 @@ from shoal.protocol.messages import StatusRequest, SwarmStatus
 
 PERIOD_S = 1.0
 PEERS_PER_SECOND = 20
-"""A swarm of N peers is asked at most once in N / PEERS_PER_SECOND seconds: the answer of a large swarm is long."""
+"""A swarm of N peers is asked every N / PEERS_PER_SECOND seconds or less often, since its answer grows with N."""
 
 Ask = Callable[[], Awaitable[SwarmStatus]]
-"""Asks the run once; raises LocalError if no peer can answer."""
+"""A function that asks the run for its status once. Raises: LocalError: no peer can answer."""
 
 
 async def ask_swarm(invite: Invite) -> SwarmStatus:

@@ -37,9 +37,9 @@ logger = logging.getLogger(__name__)
 Work = TypeVar("Work")
 
 _TRIES: Final = 5
-"""The most attempts at work that needs the same model version from its beginning to its end."""
+"""The most attempts of `through_swarm` at work that must use one model version throughout."""
 _KEEP_S: Final = 5.0
-"""Seconds without a request after which a small one makes the stages keep the version: lm-eval loads for up to 30 s."""
+"""Seconds of silence after which a small request makes stages keep the version; lm-eval may load for 30 s."""
 
 
 class VersionGone(LocalError):
@@ -142,7 +142,7 @@ class SwarmModel:
             yield tokens[-1]
 
     async def _logits(self, session: int, position: int, tokens: Sequence[int]) -> Tensor:
-        """Send the tokens in parts of at most INFERENCE_TOKENS_MAX, and return the logits after the last token."""
+        """Send `tokens` in requests of at most INFERENCE_TOKENS_MAX, and return the logits [V] after the last token."""
         for at in range(0, len(tokens), INFERENCE_TOKENS_MAX):
             part = tokens[at : at + INFERENCE_TOKENS_MAX]
             logits_V = await self.candidates(session, position + at, part)
