@@ -133,7 +133,7 @@ class PipelineInput(NamedTuple):
     rate: Any
     """float64 [N, N], bytes/s of one path from a device of the row's unit to one of the column's."""
     cut_bytes: Any
-    """float64 [F], the sizes in bytes of a microbatch's activation on the wire; `Workload.cut_bytes` is first."""
+    """float64 [F], bytes of a microbatch's activation on the wire; `Workload.cut_bytes` is first."""
     q: Any
     """[F, N, N], activations a second of each size over all paths between two units; a gradient answers each."""
     layers: Any
