@@ -79,8 +79,7 @@ def joins(
 
 
 def _cuts(topology: Topology, workload: Workload, stages: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
-    """Return the bounds of up to three divisions of the layers, each for another assumed number of microbatches in
-    memory."""
+    """Return up to three divisions of the layers (bounds), for different assumed numbers of microbatches in memory."""
     found = (cut(topology, workload, stages, held=held) for held in (2.0, 8.0, 24.0))
     return list(dict.fromkeys(bounds for bounds in found if bounds is not None))
 

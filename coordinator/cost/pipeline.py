@@ -579,8 +579,7 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain in seconds a step. Args: tail_s: last round trip and its commit, in seconds. ahead: steps
-    ahead."""
+    """Return T_chain in seconds a step. Args: tail_s: last round trip and commit, in seconds. ahead: steps ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 

@@ -22,7 +22,7 @@ Bounds = tuple[tuple[int, int], ...]
 LOOK_STEPS = 50
 """The number of steps between two checks whether measured loads call for another placement."""
 COUNT_MAX = 1 << 53
-"""Heartbeats with a token count of at least this, and handed-over loads of at least this, are ignored."""
+"""A heartbeat's token counts, or a stage's handed-over loads, are ignored if one of them is at least this."""
 SHARE_MIN = 0.01
 """The least share of an expert's tokens that a plan gives to each holder, since a plan may not contain a share of 0."""
 HANDED_OVER_MAX = 4096
