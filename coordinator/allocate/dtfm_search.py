@@ -28,7 +28,7 @@ from shoal.protocol.errors import LocalError
 from shoal.protocol.topology import Floats, Topology, WorkloadEntry
 
 NO_PATH_S = 1e9
-"""The seconds of a hop where there is no path. Unlike infinity, it can be subtracted from a sum again."""
+"""The seconds of a hop where there is no path. Not infinity: differences of such costs must be numbers."""
 _GIGABYTE = 1e9
 _HEAT = 0.3
 """First temperature / mean effect of a random change on the cost. 0.2 to 0.35 do equally well, 1 does 1 % worse."""

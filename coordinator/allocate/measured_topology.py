@@ -46,8 +46,7 @@ CARD_MAX = 16.0
 NEAR_S = 0.004
 """A link counts in another's estimate with weight e^(-x / `NEAR_S`); x: latency between senders + between receivers."""
 LIMITED = 0.75
-"""A bottleneck, or a slow peer, is assumed if more than this part of the known links concerned are slow
-(`CENSORED`)."""
+"""A bottleneck, or a slow peer, is assumed if over this part of the known links concerned is slow (`CENSORED`)."""
 _POWER = 4.0
 """The exponent of the power mean over the links of a bottleneck: faster links weigh more, since probes err low."""
 SLOW_LINKS_MIN = 4

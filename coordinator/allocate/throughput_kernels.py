@@ -184,7 +184,7 @@ def _copy(A, B):
 
 @inner
 def _slowest(P, S):
-    """Return the stage that is slowest, alone or with a neighbour: more members or fewer layers help it most."""
+    """Return the stage with the longest time, alone or with a neighbour: more members or fewer layers help it most."""
     slowest, where = 0.0, 0
     for k in range(len(S.count)):
         seconds = S.times[SECONDS, k]

@@ -133,7 +133,7 @@ class PipelineInput(NamedTuple):
     rate: Any
     """float64 [N, N], bytes/s of one path from a device of the row's unit to one of the column's."""
     cut_bytes: Any
-    """float64 [F], the sizes in bytes of a microbatch's activation on the wire; `Workload.cut_bytes` is first."""
+    """float64 [F], bytes of a microbatch's activation on the wire; `Workload.cut_bytes` is first."""
     q: Any
     """[F, N, N], activations a second of each size over all paths between two units; a gradient answers each."""
     layers: Any
@@ -579,8 +579,7 @@ def _sum_up(P, S, work):
 
 
 def chain_s(S: Any, tail_s: Any, ahead: float) -> Any:
-    """Return T_chain in seconds a step. Args: tail_s: last round trip and its commit, in seconds. ahead: steps
-    ahead."""
+    """Return T_chain in seconds a step. Args: tail_s: last round trip and commit, in seconds. ahead: steps ahead."""
     return (S.step[ISSUE_S] + tail_s + S.times[LATENCY, 0] + S.step[UNEVEN_S]) / (ahead + 1.0)
 
 

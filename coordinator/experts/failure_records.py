@@ -29,7 +29,7 @@ GAP_S_MAX = 60.0
 """A peer counts as seen between two heartbeats if they are at most this far apart; else the peer or we were away."""
 RECORDS_MAX = 4096
 HANDED_OVER_MAX = 512
-"""The limit on handed-over records. One has 75 bytes: 38 KB of a message that also has a plan, adverts and loads."""
+"""The most records handed over, 75 bytes each: 38 KB of a message that also has a plan, adverts and loads."""
 
 
 @dataclass(slots=True)

@@ -22,11 +22,11 @@ Bounds = tuple[tuple[int, int], ...]
 LOOK_STEPS = 50
 """The number of steps between two checks whether measured loads call for another placement."""
 COUNT_MAX = 1 << 53
-"""The limit on a peer's token count."""
+"""A heartbeat's token counts, or a stage's handed-over loads, are ignored if one of them is at least this."""
 SHARE_MIN = 0.01
 """The least share of an expert's tokens that a plan gives to each holder, since a plan may not contain a share of 0."""
 HANDED_OVER_MAX = 4096
-"""The most loads (stages x experts) handed over, 36 KB of a message; if there are more, none is handed over."""
+"""The most loads (stages x experts) handed over: 36 KB of a message. If there are more, none goes."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -35,7 +35,7 @@ FINE: Final = 2.0**17
 SMALLEST: Final = 2.0**-100
 """A tile with all magnitudes below this becomes zeros: the factors that scale it would leave the range of float32."""
 _CHUNK_TILES: Final = 1024
-"""Tiles that are computed at a time: 256 KiB in float32, so that temporaries stay in a core's own cache."""
+"""The number of tiles computed at a time: 256 KiB in float32, so that temporaries stay in a core's own cache."""
 _MASK: Final = 0xFFFF
 
 

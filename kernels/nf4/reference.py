@@ -44,7 +44,7 @@ LEVELS: Final = (
     1.0,
 )
 _CHUNK_TILES: Final = 1 << 14
-"""Tiles that are computed at a time: 4 MiB in float32."""
+"""The number of tiles computed at a time: 4 MiB in float32."""
 
 
 def payload_bytes(numel: int) -> int:
