@@ -258,8 +258,7 @@ class PlanChain:
         return Adoption(True)
 
     def _flaw(self, plan: SignedPlan, after: SignedPlan | None) -> tuple[str, bool]:
-        """Check `plan`, which is above ours. Returns: (why we may not obey it, empty: we may; whether we lack a plan
-        between ours and it)."""
+        """Check `plan`, which is above ours. Returns: (why not to obey it, or ""; are plans missing)."""
         if plan.plan.mandate:
             if self.live is not None and plan.plan.override_epoch <= self.live.plan.override_epoch:
                 return f"the mandate of override epoch {plan.plan.override_epoch} has been used", False

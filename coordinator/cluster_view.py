@@ -47,8 +47,7 @@ HORIZON_S_MAX = 4 * 3600.0
 """A swarm that has not changed for some time is expected to stay unchanged for as long again, but at most this long."""
 
 STEP_BESTS = 4.0
-"""Before the first step, we expect a step to take this many times `step_s_at_best`: devices wait for each other, and
-sustained work is slower than a probe."""
+"""The first step is expected to take this many times `step_s_at_best`: devices wait, and probes are too fast."""
 
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a leadership transfer that is too large for a message: a plan of some hundreds of
@@ -96,10 +95,8 @@ class ClusterView:
         self._look_for_safe_s = -math.inf
         self.plan: Plan | None = None
         self._working: frozenset[PeerID] = frozenset()
-        """The peers with a stage in the live plan."""
         self._former_members: frozenset[PeerID] = frozenset()
-        """Members of the newest plan that lost a member in its successor: the lost ones may still report work that they
-        did under that plan."""
+        """Members of the newest plan of which the next lost a member: the lost ones may still report work."""
         self._changed_s = math.inf
         """When we last saw a live plan with other members than the plan before it; inf: no plan yet."""
         self._num_divisions = 0
@@ -353,8 +350,7 @@ class ClusterView:
 
         Args:
             knows_network: include the links, which takes a while for many peers.
-            runs_ahead: False: predict synchronous steps; True: steps that run ahead; None: the kind that plans are now
-                for."""
+            runs_ahead: False: predict synchronous steps; True: steps that run ahead; None: as plans are now made."""
         names, model, w = [peer.peer for peer in peers], self.spec.model, self.workload
         runs_ahead = self.runs_ahead(now_s) if runs_ahead is None else runs_ahead
         whole = catalog.newest_whole(self.layers)

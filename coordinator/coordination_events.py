@@ -36,7 +36,7 @@ class Received(CoordinationEvent, frozen=True):
     mandate: Mandate | None = None
     """The owner's permission to make a plan without votes; only a `Reset` has it."""
     knows: Acquaintance = Acquaintance()
-    """For a `PlanOffer`: dropped members that were heard lately or are excluded, and newcomers that we never met."""
+    """Members that a `PlanOffer` drops though we heard them, or excludes, and unknown ones that it adds."""
 
 
 class Answered(CoordinationEvent, frozen=True):

@@ -279,8 +279,7 @@ class Members:
         return me != self.owner and self._is_out(me, self.excluded, (self._own_invite,))
 
     def exclude(self, excluded: Excluded) -> None:
-        """Replace the excluded keys: peers with these keys, and not readmitted members of these invites, become
-        strangers."""
+        """Replace the excluded keys. Peers with them, and not readmitted members of such invites, are strangers."""
         before, self.excluded = self.excluded, excluded
         if not before.keys >= excluded.keys:
             for callback in self.on_exclusion:

@@ -344,8 +344,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Compares the measured speed of layouts with their predicted speed."""
 
     learned: tuple[tuple[int, float, int], ...]
-    """(number of stages, smoothed log(measured speed / speed by current figures), steps measured), one for each
-    number."""
+    """(number of stages, smoothed log(measured speed / speed by current figures), steps measured) by number."""
     era: int
     steady_from: int
     """Version of `era` from which the live layout's speed is measured, once all members are ready; -1: none."""

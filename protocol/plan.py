@@ -159,8 +159,7 @@ class Plan(
     """Format of the activations at each cut between stages, one of `WireSpec.forward`, and of each stage's reductions,
     one of `WireSpec.sums`. None: the first format of each of the two lists."""
     certified: tuple[Certified, ...] = ()
-    """Versions that the run may restore, each for one group's layers. New entries are signed by members of the previous
-    plan."""
+    """Versions that the run may restore, each for one group's layers. Members of the previous plan sign new entries."""
     roll: tuple[tuple[int, ...], ...] = ()
     """The voting members' positions in `members`, a tuple for each invite. Empty: all vote, each as its own group."""
 

@@ -214,8 +214,7 @@ class UplinkWindow:
         self._counted_bytes += path.counted_bytes - before
 
     def admits(self, name: str) -> bool:
-        """True if a piece of a frame may be written to the connection now, whatever its size: only the next waits for
-        room."""
+        """True if a piece of a frame may be written to the connection now, whatever its size: only the next waits."""
         path = self._paths[name]
         return self._counted_bytes < self._window_bytes and path.backlog_bytes < path.window_bytes
 

@@ -164,7 +164,7 @@ class _Evaluation:
 
     @property
     def parts(self) -> tuple[tuple[float, ...], ...]:
-        """For each stage, the part of its gradient that each member adds up in the reduction."""
+        """The part of its stage's gradient that each member adds up, by stage."""
         return tuple(tuple(self.state.loads[pipeline.PART, members].tolist()) for members in self._of)
 
     def shares(self, k: int) -> tuple[float, ...]:
@@ -281,13 +281,12 @@ def predicted_step_s(workload: Workload, state: PipelineState, computes_s: Seque
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """Each member's part of its stage's work, in the order of `Placement.stages`. Each stage's numbers are positive and
-    add to 1."""
+    """Each member's part of its stage's work, in the order of `Placement.stages`. They are positive and add to 1."""
 
     shares: tuple[tuple[float, ...], ...]
-    """For each stage, the part of its microbatches that each member takes."""
+    """The part of its stage's microbatches that each member takes."""
     parts: tuple[tuple[float, ...], ...]
-    """For each stage, the part of its gradient that each member adds up for the others."""
+    """The part of its stage's gradient that each member adds up for the others."""
 
 
 def split(topology: Topology, workload: Workload, placement: Placement) -> Split:

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ExpertPlacement = tuple[tuple[int, ...], ...]
-"""For each of N nodes the numbers of the experts in its slots, ascending. A node with an expert in two slots keeps one
+"""The numbers of the experts in the slots of each of N nodes, ascending. A node with an expert in two slots keeps one
 copy of it, and does two parts of its work."""
 
 NODES_EXACT_MAX = 16

@@ -79,8 +79,7 @@ def replan(
 
 
 def num_fetches(current: Sequence[Collection[int]], target: Sequence[Collection[int]]) -> int:
-    """Count the copies of experts that nodes lack for `target`. Args: current, target: [N], the experts on each
-    node."""
+    """Count the copies of experts that nodes lack for `target`. Args: current, target: [N], each node's experts."""
     return sum(len(set(after) - set(before)) for before, after in zip(current, target, strict=True))
 
 

@@ -57,8 +57,7 @@ def chart_of(result: SimResult, placement: Placement | None, topology: Topology)
 
 
 def with_waits(spans: Sequence[JobSpan]) -> list[tuple[str, float, float]]:
-    """Return (kind, start, end) of each job. If a device pauses before an optimizer step, add the pause as a `wait` for
-    the reduction."""
+    """Return (kind, start, end) of each job. A pause before an optimizer step is a `wait` for the reduction."""
     found: list[tuple[str, float, float]] = []
     ended_s = None
     for kind, start_s, end_s in spans:

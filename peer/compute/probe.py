@@ -33,8 +33,7 @@ _TOGETHER_BYTES_MAX = 16 * BULK_CHUNK_BYTES
 `_TOGETHER_S`, all links send for a shorter time."""
 _NOTHING = Probed(arrived=())
 _MARK, _UNANSWERED = -1, -2
-"""Nonces of probe frames without an answer. Real ones are >= 0, so no receiver takes these for an answer to its
-probe."""
+"""Nonces of probe frames without an answer. Real ones are >= 0, so no receiver takes these for an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +80,7 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """Until this time, requests to send to several peers at once (`ProbeTogether`) get an empty answer."""
+        """The end of the time in which requests to send to several peers at once (`ProbeTogether`) get an empty answer."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)
@@ -138,8 +137,7 @@ class LinkProbe:
         Args:
             links: the results of `measure` for these peers.
             beside: peers that may share our network card; those less than `FAR_S` away send as much at the same time.
-        Returns: bytes/s of all senders together, a lower bound for the card's rate. 0: a peer in `links` did not
-        answer.
+        Returns: bytes/s of all senders together, a lower bound for the card's rate. 0: no answer from a link.
         """
         ours, *theirs = await asyncio.gather(self._together(links), *(self._asked(mate, links) for mate in beside))
         if not ours.arrived:

@@ -117,8 +117,7 @@ def _source_at(corpus: Corpus, seed: int, position: int) -> tuple[Corpus, int, s
 
 @lru_cache(maxsize=_STEPS_KEPT)
 def _round(weights: tuple[float, ...], seed: int, number: int) -> tuple[tuple[int, int], ...]:
-    """Return for each of the `ROUND` samples of round `number`: (index of its source, number of this source's earlier
-    samples in the round)."""
+    """Return for each of the `ROUND` samples of round `number`: (its source, the source's earlier samples)."""
     cards = [k for k, count in enumerate(shares(weights, ROUND)) for _ in range(count)]
     key = _key(f"{seed} sources {number}")
     had, drawn = [0] * len(weights), []

@@ -117,8 +117,7 @@ class Reductions:
 
     def reached(self, version: int) -> RoundStart | None:
         """Record that we have stepped to `version` or loaded a state of it; call this before the core hears of it.
-        Return our round that made the gradient of step `version` - 1; None: it came from a member, or we loaded the
-        state."""
+        Return our round that made the gradient of step `version` - 1; None: a member or a loaded state gave it."""
         self._forget_means(version, last=False)
         self._rounds = {step: r for step, r in self._rounds.items() if step >= version}
         self.early.forget_before(version, group_peers=(*self._core.group_peers, *self._core.draining))

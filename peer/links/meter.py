@@ -199,8 +199,7 @@ class LinkMeter:
 
         Args: beside: peers on our machine, which may send as much as we do over the same card. Traffic to them does not
         pass the card.
-        Returns: bytes/s over all links if several had traffic, each at less than half of that rate: our line is the
-        cause. Else None.
+        Returns: bytes/s over all links if several had traffic, each at under half of that (our line limits); else None.
         """
         now_s = self._clock.now_s()
         apart_s = now_s - self._looked[0]

@@ -43,7 +43,7 @@ class Summed:
     sum_N: Tensor
     """The sum of the replica's gradients of the step, float32 [N], on the host."""
     places: Places | None
-    """As in `OpenSum`: the sum of the weights at which the stale gradients were taken, or None."""
+    """The same as in `OpenSum`: the sum of the weights at which the stale gradients were taken, or None."""
     num: int
 
 

@@ -40,8 +40,7 @@ STEPS = 6
 """Measurements, such as the median commit time, cover this many last steps: one step with a dead peer is not
 decisive."""
 TOLD = 32
-"""The longest of the commit times that came with this many last gradients counts: a replica that left is soon
-forgotten."""
+"""The longest of the commit times that came with this many last gradients counts: lost replicas are soon forgotten."""
 
 
 @dataclass(slots=True)

@@ -479,8 +479,7 @@ class MicrobatchQueue:
         return may_run
 
     def run_again(self, step: int, indices: Indices, *, now_s: float) -> list[QueueCommand]:
-        """Divide lost microbatches of a step among the open members that are not far too slow: one alone would take too
-        long."""
+        """Divide lost microbatches of a step among open members that are not far too slow: one alone is slow."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         commands: list[QueueCommand] = []

@@ -185,8 +185,7 @@ class LiveDirectory:
             await self._compare_clocks(node, [peer for peer, uid in zip(strangers, met, strict=True) if uid])
 
     async def _compare_clocks(self, node: Any, peers: list[HivemindPeerID]) -> None:
-        """Log an error if our clock is over 3 s off the clocks of all peers asked (at most three): records then expire
-        too early or too late."""
+        """Log an error if our clock is over 3 s off those of all peers asked: then records expire wrongly."""
         differences = []
         for peer in peers[:3]:
             difference = await _clock_difference_s(node.protocol, peer)
