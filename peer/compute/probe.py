@@ -80,7 +80,7 @@ class LinkProbe:
         self._echoes: dict[tuple[PeerID, int], asyncio.Future[float]] = {}
         self._marks_s: OrderedDict[PeerID, float] = OrderedDict()
         self._rested_s = -math.inf
-        """The end of the time in which requests to send to several peers at once (`ProbeTogether`) get an empty answer."""
+        """The time until which requests to send to several peers at once (`ProbeTogether`) get an empty answer."""
         endpoint.on(Ping, self._on_ping)
         endpoint.on(ProbeTogether, self._on_together)
         endpoint.on_frame(ProbeChunk, self._on_chunk)

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 _RETRY_S = 0.5
 _ROOM_TIMES = 2.0
 _LAG_STEPS = 2
-"""Of the layers fetched ahead, one of the oldest version is dropped if it lags this many steps behind its holder, and
+"""A layer fetched ahead, one of the oldest version, is dropped if it lags this many steps behind its holder, and
 the holder has made this many steps while we replayed fewer than one for each of our layers and its steps."""
 
 
