@@ -212,8 +212,8 @@ class Coordination:
         self._timer = Timer(clock, lambda: self._feed(CoordinationTimerFired()))
         self._moved_on = asyncio.Event()
         self._closed = False
-        self._ends_untold = False
-        """True if the last reply had no proof of the run's end; our next heartbeat has the proof, if we know it."""
+        self._knows_end: PeerID | None = None
+        """The peer whose reply to our last heartbeat had a proof of the run's end; another one is told of it, too."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of its last sign of life that the core was told of."""
@@ -551,7 +551,7 @@ class Coordination:
         self._feed(Beat(heartbeat=own))
         if self._discovery.is_due(own.advert):
             self._spawn(self._discovery.advertise(own.advert))
-        own = msgspec.structs.replace(own, end=self._end(own), ends=self.core.ends if self._ends_untold else ())
+        own = msgspec.structs.replace(own, end=self._end(own), ends=() if target == self._knows_end else self.core.ends)
         heartbeat, sent = self._reports.enclose(own, self._clock.now_s())
         asked_s = self._clock.now_s()
         try:
@@ -563,7 +563,7 @@ class Coordination:
             self._failed(target, heartbeat, error, asked_s)
             await self._discovery.meet()  # its address may have changed or be unknown
             return
-        self._ends_untold = not reply.ends
+        self._knows_end = target if reply.ends else None
         self._note_refusal(None)
         has_arrived = reply.is_coordinator and target == self.core.coordinator
         self._reports.returned(sent, arrived=has_arrived)

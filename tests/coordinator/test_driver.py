@@ -271,6 +271,37 @@ def test_who_cannot_keep_its_word_takes_no_part(run_swarm):
     run_swarm(scenario, min_peers=6)
 
 
+def test_a_new_coordinator_is_told_of_the_end_at_once(run_swarm):
+    """Members that know the end leave soon, and the coordinator that told them may have died before it told the
+    others."""
+    ends = (("member", b"its signature"),)
+
+    async def scenario(swarm):
+        await swarm.begin(5)
+        old = swarm.coordinator
+        told = next(peer for peer in swarm.alive() if peer is not old)
+        for peer in (old, told):
+            peer.coordination.core.ends = ends
+        sent, ask = [], told.coordination._endpoint.ask
+
+        async def asking(whom, message, *rest, **how):
+            if isinstance(message, Heartbeat):
+                sent.append((whom, message.ends))
+            return await ask(whom, message, *rest, **how)
+
+        told.coordination._endpoint.ask = asking
+        await asyncio.sleep(2.5)
+        assert sent[-1] == (old.peer_id, ()), "the coordinator has the proof"
+        swarm.world.crash(old.port)
+        await swarm.until(lambda: swarm.agreed() and told.plan.coordinator != old.peer_id, within_s=10)
+        new = told.plan.coordinator
+        assert new != told.peer_id
+        await swarm.until(lambda: sent[-1][0] == new, within_s=2)
+        assert next(said for whom, said in sent if whom == new) == ends
+
+    run_swarm(scenario, min_peers=5)
+
+
 def test_the_endpoints_term_follows_the_plan(run_swarm):
     async def scenario(swarm):
         await swarm.begin(6)
