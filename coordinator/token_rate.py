@@ -1,6 +1,6 @@
 """Measures the run's speed: tokens a second over the last minute, standstills included. Pure.
 
-The run's progress is a curve of committed tokens over time: marks, `MARK_S` or a step apart, whichever is longer, with
+The run's progress is a curve of committed tokens over time: marks, at most `MARK_S` (or one longer step) apart, with
 straight lines between them. The rate is the rise of the curve in the window over the window's length: a run that stands
 still for a whole window has a rate of zero. The window ends at the last commit or, if the next step is slower than
 usual, one usual step before now. Its length is `WINDOW_S`, or `WINDOW_STEPS` of the usual steps if these are slow.

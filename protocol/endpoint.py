@@ -222,7 +222,7 @@ class Endpoint:
         )
 
     async def _handle_call(self, source: PeerID, request: bytes) -> bytes:
-        """Answer a call. Raises: RemoteError: the bytes are no call of this run; their sender gets no answer."""
+        """Answer a call. Raises: RemoteError: a stranger's call is invalid; an answer would name our run to it."""
         try:
             envelope = self.seals.unseal(request, "call", run=self.run, source=source)
             reply = await self._answer(source, envelope)

@@ -1092,7 +1092,7 @@ class TiedChunk(EraMessage, frozen=True):
 
 
 class ProbeChunk(_Message, frozen=True):
-    """Bytes sent to measure a link's rate. `echo`: the receiver answers with an empty frame of the same `nonce`."""
+    """Bytes sent to measure a link's rate. `echo`: the receiver answers with one byte and the same `nonce`."""
 
     nonce: int
     """Number of the probe, which the answer repeats. -1: the receiver starts its clock; others below 0: filler."""

@@ -21,8 +21,8 @@ _SUFFIX: Final = ".shoal"
 class EventsFile:
     """TensorBoard's event file beside the record in `folder`. It replaces the files of earlier starts.
 
-    The file is rewritten when a peer starts and when the run goes back to a snapshot, and only grows in between. So it
-    never contains a step twice, or an undone step.
+    The file is rewritten when the peer starts, and at the first line after the run went back to a snapshot; else it
+    grows. So it never contains a step twice, and undone steps only until that line.
 
     Args: record: the record so far. Raises: OSError: the file cannot be written.
     """

@@ -44,7 +44,7 @@ class Record:
 
     @property
     def reached(self) -> tuple[int, int]:
-        """(training generation, step) of the newest step line, even a void one; (0, 0) if there is no step line."""
+        """(era, step) of the newest step, even one that the run has undone since by going back; (0, 0): no step."""
         newest = max((line for line in (*self.steps, *self.redone)), key=_order, default=None)
         return (newest.era, newest.step) if newest is not None else (0, 0)
 

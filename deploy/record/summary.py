@@ -1,4 +1,4 @@
-"""Summarises a run in figures and words, from its record alone."""
+"""Summarises a run in figures and words, from its record and a sentence about unsaved steps."""
 
 import statistics
 from bisect import bisect_right

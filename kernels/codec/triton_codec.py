@@ -117,7 +117,7 @@ def encode_kernel(
 
 @triton.jit
 def _store(part, code_B, at_byte, tile, tiles, WIDTH: tl.constexpr, SIZE: tl.constexpr, TILES: tl.constexpr):
-    """Pack parts of TILES tiles' codes, WIDTH bits each, [TILES, SIZE], into bytes of `code_B`."""
+    """Pack `part` [TILES, SIZE], WIDTH bits of each number's code, and store each tile's bytes in `code_B`."""
     NUM_BYTES: tl.constexpr = SIZE * WIDTH // 8
     shift = WIDTH * tl.arange(0, 8 // WIDTH)
     packed = tl.reduce(tl.reshape(part, (TILES, 8 // WIDTH, NUM_BYTES)) << shift[None, :, None], 1, _add)

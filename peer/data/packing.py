@@ -56,7 +56,7 @@ class Packed(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedText:
-    """A source as tokens: uint8, uint16 or int32 [N]."""
+    """A data source's tokens, uint8, uint16 or int32 [N], its documents' starts, and 1 for tokens that count."""
 
     about: Packed
     token_N: NDArray[Any]
