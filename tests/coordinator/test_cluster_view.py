@@ -71,3 +71,16 @@ def test_a_layout_is_to_have_the_number_of_stages_as_soon_as_there_are_so_many_p
         for names in ("a", "ab", "abc")
     ]
     assert [snapshot.num_stages for snapshot in made] == wanted
+
+
+@pytest.mark.parametrize(("flop_per_s", "runs_ahead"), [(60e9, False), (600e9, True)])
+def test_a_first_plan_is_made_for_the_steps_that_fill_its_life(make_heartbeat, make_advert, flop_per_s, runs_ahead):
+    """Six homes at 60 GFLOP/s by their probes take 1.7 s a step at best, and took 10 s: the first 80, synchronous
+    steps are longer than the ten minutes for which a layout is expected to last."""
+    model = ModelSpec(dim=128, num_layers=6, num_heads=4, num_kv_heads=2, ffn_dim=352, context=128)
+    training = TrainingSpec(steps=1000, microbatches_per_step=128, microbatch_size=4, synchronous_steps=80)
+    view = ClusterView("run", RunSpec(model=model, training=training))
+    for name in "abcdef":
+        view.hear(PeerID(name), make_heartbeat(name, advert=make_advert(name, flop_per_s=flop_per_s)), 0.0)
+    assert 80 * view.step_s_at_best(0.0) < 300.0, "by the seconds at best alone, steps run ahead in both"
+    assert view.runs_ahead(0.0) is runs_ahead
