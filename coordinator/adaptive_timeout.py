@@ -34,7 +34,7 @@ class Arrivals:
     deviation_s: float = 0.0
     worst_s: float = 0.0
     sign_s: float = field(init=False)
-    """When the peer's newest message of any kind arrived; `last_s` is the same for its regular messages alone."""
+    """Time of the peer's newest message of any kind. `last_s` is the time of its newest regular message."""
 
     def __post_init__(self) -> None:
         self.mean_s = self.mean_s or self.interval_s

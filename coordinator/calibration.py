@@ -80,7 +80,7 @@ class Calibration:
         self._seen = 0.0, 0
         """(measured tokens/s of the live layout, / `_synchronous_share` in synchronous steps; steps measured)."""
         self._shown_tokens_per_s = 0.0
-        """Measured tokens/s of the live layout for display: never divided by `_synchronous_share`."""
+        """Tokens/s of the live layout as measured, for people: not corrected for synchronous steps as `_seen` is."""
         self._newest = 0.0
         """Tokens/s between the last two marks of the curve, divided like `_seen`; 0: unknown."""
         self._noted = 0.0
@@ -117,7 +117,7 @@ class Calibration:
 
     @property
     def ratio(self) -> float:
-        """Measured tokens/s of the live layout / tokens/s that its plan predicts; 0: too few steps, or unknown."""
+        """The live layout's measured tokens/s, divided by those that its plan predicts; 0: one of them is unknown."""
         return self._rate / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
 
     @property

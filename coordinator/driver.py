@@ -213,7 +213,7 @@ class Coordination:
         self._moved_on = asyncio.Event()
         self._closed = False
         self._knows_end: PeerID | None = None
-        """The peer whose reply to our last heartbeat had a proof of the run's end; another one is told of it, too."""
+        """The peer that sent us a proof of the run's end in its last reply; we send the proof to any other."""
         self._heard_s = clock.now_s()
         self._signs_s: dict[PeerID, float] = {}
         """Member -> time of its last sign of life that the core was told of."""

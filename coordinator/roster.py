@@ -326,7 +326,7 @@ class Roster:
         return tuple(sorted(peer for peer in self.records if not self.is_gone(peer, now_s)))
 
     def followers(self, now_s: float) -> list[PeerID]:
-        """Return the live peers whose heartbeats arrive here. A peer that only answers our pings may send its
+        """Return the live peers that send us heartbeats. A peer that only answers our pings may send its
         heartbeats to another coordinator."""
         return [peer for peer in self.alive(now_s) if now_s < (of := self.arrivals(peer)).last_s + of.patience_s]
 

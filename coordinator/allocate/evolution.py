@@ -38,7 +38,7 @@ def evolve(
     spent = 0
 
     def add(cost: float, assignment: Assignment) -> None:
-        """Add an individual, unless one has the same cost: they count as one layout with equal devices swapped."""
+        """Add an individual if none has its cost: two of one cost probably differ by a swap of equal devices."""
         if not any(abs(cost - other) <= 1e-12 * abs(other) for other, _, _ in population):
             population.append((cost, assignment.tobytes(), assignment))
             population.sort(key=lambda member: member[:2])

@@ -70,7 +70,7 @@ class Estimate:
     at_s: float = -math.inf
     """The time of the last measurement."""
     _odd: int = 0
-    """The number of latest reports in a row above the average by a factor over `ODD`; negative: below it."""
+    """How many of the newest reports, without a gap, exceed `ODD` times the average; negative: are as far below it."""
 
     @property
     def value(self) -> float:

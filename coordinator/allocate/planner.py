@@ -40,7 +40,7 @@ _RANKED = 4
 UNITS = 128
 """The number of units (clusters of devices) at the coarsest level, few enough for a good result within a second."""
 FLAT_MAX = 2048
-"""The most devices for a last level of single devices: a move in a stage of n devices costs n^2 units of work."""
+"""Only a swarm of at most this many devices is searched by single devices: a move in a stage of n costs n^2."""
 
 
 def default_work(num_devices: int) -> int:

@@ -85,7 +85,7 @@ def _our_processes() -> list[psutil.Process]:
 
 def _terminal_idle_s() -> float | None:
     """Return seconds since the last input on a terminal of this user, as `w` shows. None: there is no terminal, or the
-    user is root, whose terminals say nothing about the person at the machine."""
+    user is root: root's terminals say nothing about the person at the machine."""
     now_s, used_s = time.time(), []
     for path in (*Path("/dev/pts").glob("[0-9]*"), *Path("/dev").glob("tty[0-9]*")):
         with contextlib.suppress(OSError):

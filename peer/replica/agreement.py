@@ -107,7 +107,7 @@ class Agreement:
         now_s: float,
         has_ended: bool = False,
     ) -> list[RoundStart]:
-        """Return the rounds before `version` whose digests can be compared now: each full member has sent one or is
+        """Return the rounds before `version` with digests that can be compared now: each full member has sent one or is
         gone, or most have sent one and time is up (`MUTE_S`, `UNCOMPARED_MAX`).
 
         A digest of a later version counts as sent: the sender skipped the round's version by fetching a later state.

@@ -78,7 +78,7 @@ class Rounds:
 
     @property
     def named(self) -> set[PeerID]:
-        """The members of all rounds that are in progress, or whose results are not compared yet."""
+        """The members of all rounds that are in progress, or have results that are not compared yet."""
         return {member.peer for start in self.open.values() for member in start.members}
 
     def has_named(self, peer: PeerID, step: int) -> bool:

@@ -96,7 +96,7 @@ class GroupView(MembershipView):
 
     @property
     def round_peers(self) -> tuple[PeerID, ...]:
-        """The other members of our rounds that are in progress, or whose digests are not compared yet."""
+        """The other members of our rounds that are in progress, or have digests that are not compared yet."""
         return tuple(sorted(self._rounds.named - {self.me}))
 
 
