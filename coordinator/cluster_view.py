@@ -47,7 +47,7 @@ HORIZON_S_MAX = 4 * 3600.0
 """A swarm that has not changed for some time is expected to stay unchanged for as long again, but at most this long."""
 
 STEP_BESTS = 4.0
-"""The first step is expected to take this many times `step_s_at_best`: devices wait, and work slower than in a probe."""
+"""The first step is expected to take this many times `step_s_at_best`, since devices wait and probes overstate them."""
 
 LEAST_NEEDED = ("roster", "plans", "absent", "records", "loads", "unreachable", "arrivals")
 """Fields to drop, in this order, from a leadership transfer that is too large for a message: a plan of some hundreds of
