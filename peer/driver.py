@@ -4,6 +4,8 @@ Open this file first: work begins in `obey`, and `heartbeat` makes the report. T
 the work; the replica (`membership/`) trains.
 """
 
+import asyncio
+
 from shoal.peer.base.failures import Failures
 from shoal.peer.base.plans import Plans
 from shoal.peer.base.tasks import Tasks
@@ -32,6 +34,9 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert, Heartbeat
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.spec import RunSpec
+
+PROBE_EVERY_S = 60.0
+"""A peer that stands by measures its device this often. The measurement takes a hundredth of this time or less."""
 
 
 class PeerDriver:
@@ -87,6 +92,7 @@ class PeerDriver:
         self.pausing = Pausing(clock, life, parts, self._neighbours)
         self._departure = Departure(services)
         self._stage = StageSeat(services, self.experts)
+        self._probing: asyncio.Task[None] | None = None
 
     @property
     def replica(self) -> Replica | None:
@@ -114,9 +120,24 @@ class PeerDriver:
         """Measure the device, and read the snapshots on the disk. Raises: the device's error if the device is unfit."""
         services = self.services
         await self._layers.archive.open()
+        await self._measure_device(self._claims.memory_bytes)
+        self._probing = asyncio.create_task(self._measure_again(), name="measure the device again")
+        self._probing.add_done_callback(services.failures.add_from)
+
+    async def _measure_device(self, memory_bytes: int | None) -> None:
+        services = self.services
         services.own.device = await probe_device(
-            services.spec, services.compute, services.arithmetic, memory_bytes=self._claims.memory_bytes
+            services.spec, services.compute, services.arithmetic, memory_bytes=memory_bytes
         )
+
+    async def _measure_again(self) -> None:
+        """Measure the device while it stands by: heat, a quota or other programs may have slowed it."""
+        life, own = self.services.life, self.services.own
+        while True:
+            await asyncio.sleep(PROBE_EVERY_S)
+            stands_by = not (self.services.parts.all or life.is_leaving or life.is_paused)
+            if stands_by and own.device is not None:
+                await self._measure_device(own.device.memory_bytes)
 
     async def drain(self, timeout_s: float = DRAIN_S) -> bool:
         """Save the layers that no other peer holds, finish our work, and wait for its commit (`departure.py`). This may
@@ -130,6 +151,9 @@ class PeerDriver:
         return drained
 
     async def close(self) -> None:
+        if self._probing is not None:
+            self._probing.cancel()
+            await asyncio.gather(self._probing, return_exceptions=True)
         await self._stage.cancel()
         await self._links.close()
         await self._stage.close()
