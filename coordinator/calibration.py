@@ -21,7 +21,7 @@ that has not been measured yet counts as an error. Otherwise each search would b
 one.
 
 `is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by the factor
-`CHANGED` since the last search. It asks once: each search records the ratio, and later ratios are compared with the
+`MUCH` since the last search. It asks once: each search records the ratio, and later ratios are compared with the
 recorded one.
 
 The median shows a change two steps late: minutes, if a slow device makes steps long. If both the current
@@ -34,7 +34,7 @@ from statistics import fmean
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, Places, places_of
 from shoal.coordinator.cost.forecast_bias import ForecastBias
-from shoal.coordinator.token_rate import TokenRate
+from shoal.coordinator.token_rate import MUCH, TokenRate
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
 from shoal.protocol.messages import Comparison, LayoutCalibration
@@ -48,10 +48,8 @@ FACTOR_MAX = 8.0
 OFF_STEPS = 4
 """The measured rate can be a reason for a search only after this many measured steps."""
 SLOW = 0.75
-CHANGED = 1.25
-LAYOUTS_KEPT = 8
-NUMBERS_KEPT = 8
-"""Correction factors are kept for the `NUMBERS_KEPT` most recently measured numbers of stages."""
+KEPT = 8
+"""The errors of the last `KEPT` layouts, and correction factors for the last `KEPT` numbers of stages, are kept."""
 _WORDS: dict[Bound, str] = {
     "compute": "stage {0} bounds it (its devices compute)",
     "card": "stage {0} bounds it (its network cards carry activations)",
@@ -99,7 +97,7 @@ class Calibration:
         """log(tokens/s predicted for the live layout / for the one before), at least 0; 0: unknown, or other peers."""
         self.rejected = ""
         """Why the last search kept the live layout; empty: it found a better one, or there was no search."""
-        self._off: deque[float] = deque(maxlen=LAYOUTS_KEPT)
+        self._off: deque[float] = deque(maxlen=KEPT)
         """log(measured / first predicted tokens/s) of each of the last layouts before the live one, if measured."""
 
     @property
@@ -139,7 +137,7 @@ class Calibration:
     def _is_out_of_date(self) -> bool:
         """True if the measured rate (a median) predates a slowdown: prediction and newest step are far lower now."""
         both = self._believed, self._newest
-        return min(both) > 0.0 and CHANGED * max(both) < self._seen[0]
+        return min(both) > 0.0 and MUCH * max(both) < self._seen[0]
 
     @property
     def is_off(self) -> bool:
@@ -147,9 +145,7 @@ class Calibration:
         ratio, noted = self.ratio, self._noted
         if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
             return False
-        return (ratio < SLOW and not 0.0 < noted < SLOW) or (
-            noted > 0.0 and max(ratio / noted, noted / ratio) >= CHANGED
-        )
+        return (ratio < SLOW and not 0.0 < noted < SLOW) or (noted > 0.0 and max(ratio / noted, noted / ratio) >= MUCH)
 
     @property
     def is_unexplained(self) -> bool:
@@ -263,7 +259,7 @@ class Calibration:
         before, steps = self._learned.pop(self._num_stages, (0.0, 0))
         steps = min(steps + num_steps, LEARN_STEPS)
         self._learned[self._num_stages] = before + (log - before) * num_steps / steps, steps
-        if len(self._learned) > NUMBERS_KEPT:
+        if len(self._learned) > KEPT:
             del self._learned[next(iter(self._learned))]
 
     # --- to others, and from them ---
@@ -279,7 +275,7 @@ class Calibration:
     def take_over(self, told: LayoutCalibration | None) -> None:
         """Continue another coordinator's comparison of the live layout; its learned corrections apply to any layout."""
         if told is None or not (
-            len(told.learned) <= NUMBERS_KEPT
+            len(told.learned) <= KEPT
             and all(_is_possible(*learned) for learned in told.learned)
             and 1.0 / FACTOR_MAX <= told.factor_then <= FACTOR_MAX
             and 0.0 <= told.noted < math.inf
@@ -288,7 +284,7 @@ class Calibration:
         ):
             return
         self._learned = {num_stages: (log, steps) for num_stages, log, steps in told.learned}
-        self._off = deque(told.off, maxlen=LAYOUTS_KEPT)
+        self._off = deque(told.off, maxlen=KEPT)
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
             self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)

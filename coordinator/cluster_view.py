@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import msgspec
 
 from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.measured import JOB_VARIANCE, Estimate, speeds
+from shoal.coordinator.allocate.measured import JOB_VARIANCE, REPORT_FORWARDS, Estimate, speeds
 from shoal.coordinator.allocate.measured_topology import choose_formats, predict_step_time
 from shoal.coordinator.calibration import Calibration
 from shoal.coordinator.cost.workload import FormatBytes, Workload, layer_costs
@@ -30,9 +30,6 @@ from shoal.protocol.plan import Foreseen, Plan, SignedPlan, Stage
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import Formats
 
-LARGE_PEERS = 64
-"""The coordinator of a larger swarm predicts the throughput, and looks for the newest safe snapshot, less often: both
-read every peer's record."""
 NETWORK_PEERS_MAX = 256
 """If the swarm is larger, only layout searches collect its links: nothing else can wait for that. Then no throughput is
 predicted, repaired plans divide work by the devices' speeds only, and if stage boundaries change, state is always
@@ -137,7 +134,8 @@ class ClusterView:
             # The last stage runs forward and backward in one job.
             times = w.loss_per_forward if stage == len(plan.stages) - 1 else 1.0
             flop = times * sum(self._told_flop[first:last])
-            record.speed.add(flop / heartbeat.forward_s, now_s, JOB_VARIANCE)
+            is_new = now_s >= record.speed.at_s + REPORT_FORWARDS * heartbeat.forward_s
+            record.speed.add(flop / heartbeat.forward_s, now_s, JOB_VARIANCE, is_new=is_new)
 
     def obey(self, plan: Plan, now_s: float, *, leads: bool = False) -> None:
         """Record a live plan of any coordinator. The time of the first live plan is our estimate of the run's start.
@@ -481,8 +479,7 @@ class ClusterView:
     def compare(self, live: Plan, now_s: float) -> None:
         """Compare the live plan's predicted and measured throughput. Call this once every member has been heard."""
         if now_s >= self._foresee_at_s:
-            apart = max(1.0, len(live.members) / LARGE_PEERS)
-            self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s * apart
+            self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
             predict = partial(self.predict_step_time, live.stages, now_s, live.formats)
             runs_ahead = self.runs_ahead(now_s)
             differs = runs_ahead and self.calibration.synchronous_left(self.version_max) > 0
@@ -515,7 +512,7 @@ class ClusterView:
         if live.not_started:
             return (0, 0)
         if now_s >= self._look_for_safe_s:
-            self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s * max(1.0, len(live.members) / LARGE_PEERS)
+            self._look_for_safe_s = now_s + self.spec.swarm.heartbeat_s
             alive = (peer for peer in live.members if not self.roster.is_gone(peer, now_s))
             holdings = ((peer, beat.holdings) for peer, beat in self.roster.beats(alive))
             catalog = CheckpointCatalog.of(holdings).only(self.certificates.layers)

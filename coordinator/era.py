@@ -32,11 +32,10 @@ from shoal.protocol.spec import ModelSpec
 from shoal.protocol.statement import VerifySignature
 
 PATIENCE_HEARTBEATS = 3.0
-"""State that no living member reports counts as lost after this time: a member may still be downloading it."""
+"""State that no living member reports counts as lost after this time: a member may still be downloading it.
+A coordinator that has waited in vain for disks keeps the role this much longer, to make the plan without them."""
 MISSING_HEARTBEATS = 30.0
 """Minimum wait for absent peers' disks that would make a newer snapshot complete."""
-RESIGNED_HEARTBEATS = 3.0
-"""A coordinator that has waited in vain for disks keeps the role this much longer, to make the plan without them."""
 SAFE_COPIES = 2
 """Each layer of a snapshot must be on this many disks before older snapshots may be deleted."""
 AreEnough = Callable[[Set[PeerID], Sequence[PeerID]], bool]
@@ -153,10 +152,10 @@ class HolderWatch:
         return now_s >= self._lost_s + self._wait_s
 
     def is_waiting(self, now_s: float) -> bool:
-        """True during the wait for absent disks, and for `RESIGNED_HEARTBEATS` after it."""
+        """True during the wait for absent disks, and for `PATIENCE_HEARTBEATS` after it."""
         if self._lost_s is None:
             return False
-        return now_s < self._lost_s + self._wait_s + RESIGNED_HEARTBEATS * self._heartbeat_s
+        return now_s < self._lost_s + self._wait_s + PATIENCE_HEARTBEATS * self._heartbeat_s
 
 
 def disks_of(roster: Roster, now_s: float, *, among: Layout | None) -> CheckpointCatalog:

@@ -73,9 +73,8 @@ DOUBT_HEARTBEATS = 2.0
 DOUBT_STALE_S = 10.0
 """The interval `DOUBT_HEARTBEATS` and the age `DOUBT_STALE_S` replace `APART_HEARTBEATS` and `IN_USE_STALE_S` while the
 run is slower than the figures explain."""
-SUSPECT_STALE_S = 60.0
 SUSPECT_PER_HEARTBEAT = 4
-"""If a peer's line may be slow, this many links towards it are measured in a heartbeat, once per `SUSPECT_STALE_S`."""
+"""If a peer's line may be slow, this many links towards it are measured in a heartbeat, once per `IN_USE_STALE_S`."""
 CONFIRM_HEARTBEATS = 3.0
 """Time until the result of a requested measurement is here: two probes and the next heartbeat."""
 UNANSWERED_HEARTBEATS = 10.0
@@ -335,7 +334,7 @@ class LinkSurvey:
     def _suspects(self, now_s: float) -> dict[PeerID, float]:
         """Return {peer with a possibly slow line: time T}: measurements of its links count only if made after T."""
         self._suspected_s = {peer: self._suspected_s.get(peer, now_s) for peer in self.degraded_links()}
-        return {peer: max(since_s, now_s - SUSPECT_STALE_S) for peer, since_s in self._suspected_s.items()}
+        return {peer: max(since_s, now_s - IN_USE_STALE_S) for peer, since_s in self._suspected_s.items()}
 
     # --- which to measure next ---
 

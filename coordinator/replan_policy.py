@@ -37,8 +37,8 @@ NOTHING_TO_READ = (
     "(another `seed` or `name` in the run file makes a new run)"
 )
 """Why the run waits if the coordinator's own snapshots are damaged or lost."""
-RETURN_S_MAX = 600.0
-"""Longest wait for a silent peer that holds the only copy of a state."""
+PATIENCE_S_MAX = 600.0
+"""Longest wait for a silent peer that holds the only copy of a state, and for members that download their stage's."""
 NOTICE_HEARTBEATS = 3.0
 """Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
 SURE_HEARTBEATS = 6.0
@@ -47,12 +47,8 @@ END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A change of layout waits for downloads until none has progressed for `END_PATIENCE_S` or this many steps, whichever
 is longer. A change with its version already set is called off if no step was committed for so long."""
-SEEN_AHEAD_S = 30.0
-"""Minimum time over which the rate of downloads ahead of a change is measured."""
 FIGURES_HEARTBEATS = 15.0
 """Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
-FETCH_S_MAX = 600.0
-"""Searches wait while members download the state of their new stages, but at most for this long."""
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
@@ -92,7 +88,7 @@ class ReplanPolicy:
         self._follows_s = 0.0
         """When we first saw the next layout that the live plan names (`Plan.next_layout`)."""
         self._change: Change | None = None
-        """The cost of the change to the live plan's next layout, predicted once after `SEEN_AHEAD_S`; None: not yet."""
+        """The cost of the change to the live plan's next layout, predicted after `END_PATIENCE_S`; None: not yet."""
         self._ended_s: float | None = None
         """When all stages, and a holder of each layer, were first seen at the layout's last version; None: not yet."""
         self._too_few_s = math.inf
@@ -341,7 +337,7 @@ class ReplanPolicy:
         if layout is not None and keeps_state(layout, live, look.peers):
             return _next(layout)
         is_off = view.calibration.is_off
-        if self._fetches(live, now_s):
+        if now_s < self._placed_s + PATIENCE_S_MAX and not view.roster.is_whole(live):
             return None, ""  # without the members that still download, any other layout looks better
         is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
@@ -373,12 +369,6 @@ class ReplanPolicy:
             forecast_error=calibration.forecast_error,
             forecast_bias=calibration.bias,
         )
-
-    def _fetches(self, live: Plan, now_s: float) -> bool:
-        """True if a member still lacks the state of its stage and has time to download it (`FETCH_S_MAX`)."""
-        if now_s >= self._placed_s + FETCH_S_MAX:
-            return False
-        return not self.view.roster.is_whole(live)
 
     # --- another division into stages ---
 
@@ -415,7 +405,7 @@ class ReplanPolicy:
     def _is_too_slow(self, live: Plan, look: _Look, left: Mapping[PeerID, int]) -> bool:
         """True if downloads ahead are so slow that a standstill costs less. Args: left: peer -> missing bytes."""
         fetched_s = look.now_s - self._follows_s
-        if fetched_s < SEEN_AHEAD_S:
+        if fetched_s < END_PATIENCE_S:
             return False
         if self._change is None:
             self._change = self._foreseen_change(live, look, live.next_layout)
@@ -516,7 +506,7 @@ class ReplanPolicy:
             return frozenset(), ""
         beginning = self._beginning(live, catalog)
         steps = view.version_max - beginning.version
-        wait_s = min(RETURN_HEARTBEATS * self._heartbeat_s + steps * step_s, RETURN_S_MAX)
+        wait_s = min(RETURN_HEARTBEATS * self._heartbeat_s + steps * step_s, PATIENCE_S_MAX)
         silent = [
             member.peer
             for member in live.group_members(group)

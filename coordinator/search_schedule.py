@@ -7,7 +7,7 @@ A change is answered at once with a repaired layout. The search follows, and ret
 - at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
 - when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much
   from the prediction (`calibration`); but not if the last search for this plan and swarm failed with an error;
-- but never sooner than `REST_HEARTBEATS` after the last search, or `LOST_REST_HEARTBEATS` if a member is gone.
+- but never sooner than `REST_HEARTBEATS` after the last search, or `SETTLE_HEARTBEATS` if a member is gone.
 
 A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
 that a quiet hour of sixty terms does not cost sixty searches."""
@@ -26,7 +26,6 @@ from shoal.protocol.topology import Floats
 SETTLE_HEARTBEATS = 8.0
 """Time until newcomers have their state and their links are reported, four with each heartbeat."""
 REST_HEARTBEATS = 30.0
-LOST_REST_HEARTBEATS = 8.0
 REST_PEERS = 256
 """Searching this many peers takes a second or two. With more, searches and checks are further apart."""
 LOOK_HEARTBEATS = 10.0
@@ -156,7 +155,7 @@ class SearchSchedule:
             same = last is not None and last.is_for(plan, swarm)
             if last and same and (self._is_bug or not (is_off or has_drifted(last.snapshot, snapshot))):
                 return None
-            self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + LOST_REST_HEARTBEATS * apart
+            self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + SETTLE_HEARTBEATS * apart
         self._running = job
         return job
 

@@ -28,7 +28,8 @@ NAMED_MAX = 3
 def swarm_status(view: ClusterView, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:
     """Build the message about the swarm as its coordinator sees it."""
     spec, roster, ledger = view.spec, view.roster, view.ledger
-    ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (_stage_key(live, peer), peer))
+    stages = {peer: index for index, stage in enumerate(live.stages) for peer in stage.peers}
+    ids = sorted({*live.members, *roster.alive(now_s)}, key=lambda peer: (stages.get(peer, len(live.stages)), peer))
     shares = _shares(live)
     told = (roster.status(peer, live, now_s, share=shares.get(peer, 0.0)) for peer in ids[:STATUS_PEERS_MAX])
     peers = tuple(peer for peer in told if peer is not None)
@@ -119,12 +120,6 @@ def _shares(plan: Plan) -> dict[PeerID, float]:
         for stage, total in zip(plan.stages, totals, strict=True)
         for member in stage.members
     }
-
-
-def _stage_key(plan: Plan, peer: PeerID) -> int:
-    """Return the peer's stage; standbys come last."""
-    stage = plan.stage_of(peer)
-    return len(plan.stages) if stage is None else stage
 
 
 def waits_for(live: Plan, roster: Roster, owner: PeerID, now_s: float) -> str:

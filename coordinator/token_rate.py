@@ -25,7 +25,6 @@ MARKS_MAX = 20
 """The most marks kept: three in a row span over `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 7
 """The number of newest rates between marks of which a layout's rate is the median: it shows a change after four."""
-SEEN_MARKS_MIN = 3
 LATE_MARKS = 3
 MUCH = 1.25
 """The median rate of the last `LATE_MARKS` marks replaces a layout's rate that is more than this many times higher."""
@@ -105,7 +104,7 @@ class TokenRate:
             for before, mark in pairwise(self._marks)
             if mark.era == era and (before.era, before.step) >= since and mark.at_s > before.at_s
         ][-SEEN_MARKS:]
-        if len(counted) < SEEN_MARKS_MIN:
+        if len(counted) < LATE_MARKS:
             return 0.0, 0
         num_steps = sum(num_steps for _, num_steps in counted)
         usual = median(rate for rate, _ in counted)

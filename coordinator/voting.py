@@ -43,7 +43,7 @@ three heartbeats, so most plans after a failure need no question."""
 ANSWER_HEARTBEATS = 0.5
 """How long a voter waits for the answers of the members that it asks. A missing process refuses at once."""
 ASKED_MAX = 64
-"""Maximum number of members that a voter asks about one plan."""
+"""Maximum number of members that a voter asks about one plan, and of refusals that it remembers."""
 APART_MAX = 1e6
 """Maximum ratio of two shares or bandwidths within a stage (a data centre's GPU beside a single CPU core). A proposer
 stays below it whatever members claim; a voter refuses more than twice this ratio."""
@@ -53,7 +53,6 @@ NOTES_MAX = 16
 REASON_CHARS_MAX = 160
 TOLD_S = 600.0
 """A refusal is shown for this long. If the same refusal comes later, it is reported again."""
-KEPT_MAX = 64
 
 Roll = tuple[tuple[int, ...], ...]
 """Groups of electors, one for each invite (one for each elector without an invite). An elector is its position among
@@ -359,7 +358,7 @@ class Refusals:
         sentence = f"{name} refused plan {sequence}: {reason}"
         self._noted[voter, reason] = now_s, sentence
         self._noted.move_to_end((voter, reason))
-        if len(self._noted) > KEPT_MAX:
+        if len(self._noted) > ASKED_MAX:
             self._noted.popitem(last=False)
         return sentence
 

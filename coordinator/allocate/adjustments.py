@@ -14,19 +14,19 @@ from itertools import pairwise
 
 import numpy as np
 
+from shoal.coordinator.allocate.at_once import GAIN_MIN
 from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.allocate.throughput_search import assignment_of, stages_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.topology import Floats
 
-TRIED = 16
-"""`filled` tries at most this many left-out devices. Each costs up to one evaluation for each stage."""
+TRIED = 8
+"""At most this many devices without a stage are tried in the stages. Each costs up to one evaluation for each stage."""
 EXCHANGES_TRIED = 64
 """`with_fewest_moves` tries at most this many exchanges, those that save most bytes: each costs an evaluation."""
-ROUNDING = 1.0 + 1e-6
-AS_GOOD = 1.001
-"""All exchanges together may lengthen a step by this factor: two measured devices are never quite equal."""
+AS_GOOD = 1.0 + GAIN_MIN
+"""Exchanges together, or a device that joins, may lengthen a step by this factor: measured devices are never equal."""
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
@@ -51,7 +51,7 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
         stages = placement.stages
         for k in sorted(range(len(stages)), key=lambda k: (min(2, num_machines(stages[k])), -computes_s(k))):
             joined = placement.with_moves({device: k})
-            if (joined_s := losses.step_s(throughput, joined)) <= ROUNDING * step_s and math.isfinite(joined_s):
+            if (joined_s := losses.step_s(throughput, joined)) <= AS_GOOD * step_s and math.isfinite(joined_s):
                 placement, step_s = joined, joined_s
                 break
     for k in range(len(placement.stages)):

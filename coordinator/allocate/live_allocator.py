@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import filled, with_fewest_moves
+from shoal.coordinator.allocate.adjustments import TRIED, filled, with_fewest_moves
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
@@ -48,12 +48,10 @@ HOLDERS_MIN = 2
 """A search that keeps the boundaries also lets at least two holders of a stage stay, or the one if it has only one."""
 HOME_TIMES = 1.05
 """A newcomer goes to a home (a stage where it starts sooner) if a step is then at most 5 % longer than the best."""
-SMALL_DEVICES = 32
-"""A search over fewer devices than this gets proportionally less work than the planner's budget."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
-"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, at most 3 s of one core, and less
-with fewer devices than `SMALL_DEVICES`: a bad first division into stages stays until a better one is worth a halt."""
+"""The search for a first layout gets `FIRST_TIMES` times the work of a later one, at most 3 s of one core: a bad first
+division into stages stays until a better one is worth a halt."""
 FIRST_HORIZON_S = 3600.0
 """First layouts are compared by the steps made in this time, since members may have to fetch frozen weights first."""
 BASE_TIMES = 3.0
@@ -62,10 +60,6 @@ homes: a third of 4.8 GB took 456 s; the lines alone would take 128 s.)"""
 SHARE_DRIFT = 1.5
 SHARE_MIN = 0.02
 """The live layout gets new shares when one would change by the factor `SHARE_DRIFT`; less than 2 % counts as 2 %."""
-NEWCOMERS_MAX = 8
-SPARES_TRIED = 8
-"""Each trial of a peer in a stage costs evaluations. So only the `SPARES_TRIED` fastest spares are tried in the stages,
-and more than `NEWCOMERS_MAX` newcomers are placed by speed alone."""
 
 
 class EvolutionaryAllocator:
@@ -82,7 +76,7 @@ class EvolutionaryAllocator:
         place = _Place(snapshot, topology, snapshot.workload)
         standby = _standby(snapshot, previous, place)
         known = {*standby, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
-        few = sum(peer.peer not in known for peer in snapshot.peers) <= NEWCOMERS_MAX
+        few = sum(peer.peer not in known for peer in snapshot.peers) <= TRIED
         choose = place.choose if previous and few else None
         layout = _arranged(snapshot, previous, seed, standby, choose)
         return replace(layout, stages=_shared(topology, snapshot.workload, layout.stages))
@@ -166,7 +160,7 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
-        for peer in (by_id[p] for p in free[:SPARES_TRIED]):
+        for peer in (by_id[p] for p in free[:TRIED]):
             able = [slot for slot in slots if may_serve(slots, slot, peer)]
             best[peer.peer] = min(place.seconds(slots, _alone(able) or able, peer).values(), default=math.inf)
         free.sort(key=lambda peer: best.get(peer, math.inf))
@@ -183,7 +177,8 @@ def _alone(slots: Sequence[Slot]) -> list[Slot]:
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
     topology, workload = _first_topology(snapshot), snapshot.workload
     assert workload is not None
-    work = _first_work(topology.num_devices)
+    usual = default_work(topology.num_devices)
+    work = max(usual, min(FIRST_TIMES * usual, FIRST_WORK_MAX))
     throughput, losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
     each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
     each = [filled(throughput, losses, searched) for searched in each]
@@ -277,7 +272,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
         workload,
         num_stages=len(slots),
         seed=seed,
-        work=_work(len(free)),
+        work=default_work(len(free)),
         current=current,
         horizon_s=snapshot.horizon_s,
         stayers=tuple(max(math.ceil(STAY * len(held)), min(len(held), HOLDERS_MIN)) for held in current.stages),
@@ -309,7 +304,7 @@ def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[C
         workload,
         num_stages=snapshot.num_stages,
         seed=seed,
-        work=_work(topology.num_devices),
+        work=default_work(topology.num_devices),
         bias=snapshot.forecast_bias,
     )
     found = []
@@ -409,14 +404,3 @@ def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -
         )
         for stage in stages
     )
-
-
-def _work(num_devices: int) -> int:
-
-    return round(default_work(num_devices) * min(1.0, num_devices / SMALL_DEVICES))
-
-
-def _first_work(num_devices: int) -> int:
-    usual = _work(num_devices)
-    times = FIRST_TIMES * min(1.0, num_devices / SMALL_DEVICES)
-    return max(usual, min(round(times * usual), FIRST_WORK_MAX))

@@ -71,7 +71,8 @@ class Change:
     loss_before: float = 0.0
     """The time that failures of sole holders of a stage cost in the live layout, divided by the time of work."""
     drain_s: float
-    """Seconds to drain and refill the pipeline: a round trip and a commit in each of both layouts, plus `AGREED_S`."""
+    """`AGREED_S`, plus the seconds to drain and refill the pipeline (a round trip and a commit in each of both layouts)
+    or, if the boundaries stay, to repeat the work of members that leave their stage."""
     stop_and_copy_s: float
     """Seconds in which all state travels while the run stands still; inf: a standstill is not considered."""
     precopy_s: float
@@ -184,7 +185,8 @@ class LayoutObjective:
     def _in_place(self, found: Placement) -> dict[str, float]:
         """Price a move that keeps the boundaries. Returns: fields of `Change` by name. Only members that stay work
         until the others have their state. If that takes long and the run has learners, these work once they have the
-        weights."""
+        weights. The others of a stage repeat what a member that leaves has contributed to the open step, on average
+        half of its share."""
         copies_s = fetch_s(self._topology, self._workload, self._current, found) / STATE_PART
         if copies_s > LIGHT_STATE_S:
             copies_s *= self._workload.needed_first
@@ -194,8 +196,14 @@ class LayoutObjective:
             giving = ThroughputObjective(_giving(self._topology, stay, found), self._workload)
             cost = giving.cost(replace(found, stages=stay))
             meanwhile = self._before_s / cost.parts["foreseen_s"] if math.isfinite(cost.seconds) else 0.0
+        speed = self._topology.flop_per_s
+        stays_part = min(
+            float(speed[list(stayers)].sum() / speed[list(members)].sum())
+            for stayers, members in zip(stay, self._current.stages, strict=True)
+        )
+        repeats_s = 0.5 * (1.0 - stays_part) * self._before_s if math.isfinite(self._live.seconds) else 0.0
         return {
-            "drain_s": AGREED_S,
+            "drain_s": AGREED_S + repeats_s,
             "stop_and_copy_s": math.inf,
             "precopy_s": copies_s,
             "meanwhile": meanwhile,

@@ -44,9 +44,9 @@ FLAT_MAX = 2048
 
 
 def default_work(num_devices: int) -> int:
-    """Return the default budget in units of work: on one core 0.5 s with 64 devices, 2 s with 1,000, 16 s with
-    10,000."""
-    return 34_000_000 + 240_000 * num_devices
+    """Return the default budget in units of work: on one core 0.1 s with 6 devices, 0.5 s with 64, 2 s with 1,000, 16 s
+    with 10,000."""
+    return round(min(1.0, num_devices / 32) * (34_000_000 + 240_000 * num_devices))
 
 
 def plan(

@@ -165,7 +165,10 @@ class Workload:
             backward_per_forward=backward + (1.0 if recompute else 0.0),
             layer_parameters=_layer_parameters(spec),
             gradient_bytes_per_parameter=takes.sums[spec.wire.sums[-1]],
-            reduced=_reduced(spec),
+            reduced=ReducedGradients(
+                bytes_per_parameter=BF16 if spec.wire.gradients == "bf16" else FP32,
+                tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
+            ),
             memory=StageMemory.counted(spec, experts_held=experts_held(spec)),
             cut_bytes=takes.cuts[spec.wire.forward[-1]],
             microbatches=training.microbatches_per_step,
@@ -225,13 +228,6 @@ class FormatBytes:
         return WireBytes(
             tuple(self.cuts[form] for form in formats.activations), tuple(self.sums[form] for form in formats.sums)
         )
-
-
-def _reduced(spec: RunSpec) -> ReducedGradients:
-    return ReducedGradients(
-        bytes_per_parameter=BF16 if spec.wire.gradients == "bf16" else FP32,
-        tied_parameters=float(sum(num_elements(spec.model, EMBED))) if spec.trains_tied else 0.0,
-    )
 
 
 def _placed_experts(spec: RunSpec) -> PlacedExperts | None:

@@ -21,7 +21,6 @@ from shoal.coordinator.replan_policy import (
     END_PATIENCE_S,
     FIGURES_HEARTBEATS,
     LOOKING_FOR_FIRST,
-    SEEN_AHEAD_S,
     ReplanPolicy,
 )
 from shoal.coordinator.search_schedule import (
@@ -378,12 +377,12 @@ def test_a_layout_ends_early_where_state_comes_more_slowly_than_foreseen(
     """Standing still costs 20 s, fetching ahead 5 s and a tenth of the time that it takes. A third of that is over."""
     plan, now_s = preparing
     lacking = lacking_bytes(Workload.of(SPEC), plan, halves.stages)
-    for after_s in (1.0, SEEN_AHEAD_S):
+    for after_s in (1.0, END_PATIENCE_S):
         for peer in "abcdef":
             left = round(part_left * lacking.get(peer, 0.0))
             at = {"stage": STAGE_OF[peer], "version": 57, "synced": True, "unfetched_bytes": left}
             policy.view.hear(peer, make_heartbeat(peer, plan_sequence=plan.sequence, **at), now_s + after_s)
-    draft, _ = policy.next_plan(plan, now_s + SEEN_AHEAD_S, sequence=3)
+    draft, _ = policy.next_plan(plan, now_s + END_PATIENCE_S, sequence=3)
     assert (draft is not None and draft.cutover_version > 57) == ends
 
 

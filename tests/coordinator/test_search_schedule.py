@@ -12,7 +12,6 @@ from shoal.coordinator.search_schedule import (
     AFRESH_TERMS,
     FIRST_PATIENCE_S,
     LOOK_HEARTBEATS,
-    LOST_REST_HEARTBEATS,
     REST_HEARTBEATS,
     SETTLE_HEARTBEATS,
     SearchSchedule,
@@ -78,7 +77,7 @@ def test_a_search_comes_behind_a_change_and_only_once(schedule, live):
 def test_a_pace_that_is_off_brings_a_search_though_no_figure_has_drifted(schedule, live):
     look(schedule, live, 0.0)
     schedule.returned(look(schedule, live, SETTLED), None)
-    at_s = SETTLED + LOST_REST_HEARTBEATS
+    at_s = SETTLED + SETTLE_HEARTBEATS
     assert not schedule.is_due(live, SWARM, at_s - 0.1, is_off=True), "the last search has only just ended"
     assert schedule.is_due(live, SWARM, at_s, is_off=True)
     assert schedule.begin(snapshot_of(), live, SWARM, at_s, seed=1, is_off=True) is not None
@@ -137,11 +136,11 @@ def test_when_somebody_is_gone_it_searches_at_once(schedule, live, make_plan):
     look(schedule, live, 0.0)
     schedule.returned(look(schedule, live, SETTLED), None)
     without_f = make_plan([["a", "d"], ["b", "e"], ["c"]], coordinator="a").plan
-    gone_s = SETTLED + LOST_REST_HEARTBEATS
+    gone_s = SETTLED + SETTLE_HEARTBEATS
     job = look(schedule, without_f, gone_s, swarm=SWARM[:-1])
     assert job is not None
     schedule.returned(job, None)
-    back_s = gone_s + LOST_REST_HEARTBEATS
+    back_s = gone_s + SETTLE_HEARTBEATS
     assert look(schedule, live, back_s) is None
     assert look(schedule, live, back_s + SETTLE_HEARTBEATS) is None, "who comes has time, and so have we"
 
@@ -163,7 +162,7 @@ def test_who_loses_one_after_the_other_rests_in_between(schedule, make_plan):
             begun.append(now_s)
             schedule.returned(job, None)
     assert len(begun) >= 2
-    assert min(np.diff(begun)) >= LOST_REST_HEARTBEATS
+    assert min(np.diff(begun)) >= SETTLE_HEARTBEATS
 
 
 def test_searches_are_apart_whatever_happens(schedule, live, make_plan):
