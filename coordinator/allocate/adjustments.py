@@ -22,7 +22,7 @@ from shoal.coordinator.cost.throughput import ThroughputObjective
 from shoal.protocol.topology import Floats
 
 TRIED = 8
-"""At most this many devices without a stage are tried in the stages. Each costs up to one evaluation for each stage."""
+"""Only this many devices without a stage are tried in the stages. Each costs up to one evaluation for each stage."""
 EXCHANGES_TRIED = 64
 """`with_fewest_moves` tries at most this many exchanges, those that save most bytes: each costs an evaluation."""
 AS_GOOD = 1.0 + GAIN_MIN

@@ -3,7 +3,6 @@ import pytest
 from shoal.coordinator.era import (
     MISSING_HEARTBEATS,
     PATIENCE_HEARTBEATS,
-    RESIGNED_HEARTBEATS,
     CheckpointCatalog,
     HolderWatch,
     holders,
@@ -126,7 +125,7 @@ def test_a_wait_ends_a_little_after_it_is_known_to_be_in_vain(plan):
     hopeless_s = 50.0 + 2 * MISSING_HEARTBEATS
     assert watch.is_hopeless(hopeless_s)
     assert watch.is_waiting(hopeless_s)
-    assert not watch.is_waiting(hopeless_s + 2 * RESIGNED_HEARTBEATS)
+    assert not watch.is_waiting(hopeless_s + 2 * PATIENCE_HEARTBEATS)
     watch.lost(plan, ALL, "abcdef", 60.0)
     assert not watch.is_waiting(60.0)
 
