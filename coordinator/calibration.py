@@ -90,7 +90,8 @@ class Calibration:
         self._learned_to = 0
         """The version up to which measured steps have gone into the learned factor."""
         self.chosen_tokens_per_s = 0.0
-        """Tokens/s predicted for the live layout when it began; 0: unknown."""
+        """Tokens/s predicted for the live layout when it began; if it is the first that we obey, when it had been
+        measured, because a first layout is chosen by probes. 0: unknown."""
         self._promised_tokens_per_s = 0.0
         """Tokens/s that the plan predicted as its layout began; 0: unknown, the run's first, or other kind of step."""
         self._promised_gain = 0.0
@@ -181,7 +182,7 @@ class Calibration:
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._promised_gain = self._gain_of(plan)
-            self.chosen_tokens_per_s = plan.foreseen.tokens_per_s if plan.foreseen is not None else 0.0
+            self.chosen_tokens_per_s = self._promised_tokens_per_s
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
             self._shown_tokens_per_s, self.rejected = 0.0, ""
@@ -223,6 +224,8 @@ class Calibration:
         rate, num_steps = pace.seen(self._layout[0], self._steady_from, now_s)
         self._seen, self._shown_tokens_per_s = (rate / share, num_steps), rate
         self._newest = pace.newest(now_s) / share if num_steps else 0.0
+        if self._seen[1] >= OFF_STEPS:
+            self.chosen_tokens_per_s = self.chosen_tokens_per_s or self._believed
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:
@@ -270,7 +273,8 @@ class Calibration:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
         era, off = self._layout[0], tuple(self._off)
-        return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off)
+        chosen = self.chosen_tokens_per_s
+        return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off, chosen)
 
     def take_over(self, told: LayoutCalibration | None) -> None:
         """Continue another coordinator's comparison of the live layout; its learned corrections apply to any layout."""
@@ -279,6 +283,7 @@ class Calibration:
             and all(_is_possible(*learned) for learned in told.learned)
             and 1.0 / FACTOR_MAX <= told.factor_then <= FACTOR_MAX
             and 0.0 <= told.noted < math.inf
+            and 0.0 <= told.chosen < math.inf
             and -1 <= told.steady_from <= VERSION_MAX
             and all(abs(off) <= math.log(FACTOR_MAX) for off in told.off)
         ):
@@ -288,6 +293,7 @@ class Calibration:
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
             self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)
+            self.chosen_tokens_per_s = told.chosen
 
     # --- for people ---
 

@@ -353,6 +353,8 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
     """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
+    chosen: float = 0.0
+    """Tokens/s predicted for the live layout when it was chosen; 0: unknown."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):

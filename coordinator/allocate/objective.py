@@ -15,7 +15,8 @@ expected to last (`SwarmSnapshot.horizon_s`). The value of x, in seconds of the 
 - **The gain is shrunk.** A search takes the best of many layouts by estimates with errors, so it prefers layouts with
   estimates that are too high. The expected true gain is therefore only kappa times the promised one. Here d is the
   true spread of the layouts that a search compares, tau the error of earlier predictions in this run
-  (`SwarmSnapshot.forecast_error`), and v the variance of the measurements that limit x; all are of the logarithm. The
+  (`SwarmSnapshot.forecast_error`), and v the variance of the measurements that limit x, plus that of the cost model's
+  error between the two numbers of stages (`forecast_bias`); all are of the logarithm. The
   live layout was once the best of such a search, so d is small at first, and grows as measurements change after that.
   Source: regression to the mean, for normal errors.
 - **A sole holder.** The only machine that holds a stage fails within T seconds with probability p. The run then goes
@@ -157,7 +158,8 @@ class LayoutObjective:
         trust = trust_in(
             spread=math.hypot(FORECAST_ERROR, self._changed),
             error=self._snapshot.forecast_error,
-            variance=figures_variance(self._snapshot, self._topology, found, cost.bound),
+            variance=figures_variance(self._snapshot, self._topology, found, cost.bound)
+            + self._snapshot.forecast_bias.variance(len(self._current.stages), len(found.stages)),
         )
         price = self._in_place(found) if in_place else self._divided(found, cost)
         loss_before = self._losses.of(self._current)

@@ -9,9 +9,12 @@ log(measured / predicted tokens/s). With
 the estimate is the mean of y(K) given all measurements. So if a swarm is slower than predicted with one number of
 stages, other numbers become more attractive, and the swarm tries one.
 
-Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25). A, B and N are not fitted."""
+The posterior variance of y(K') - y(K) says how far a predicted gain of K' over K stages may be wrong.
+
+Source: Gaussian process regression (Rasmussen, Williams 2006, eq. 2.25, 2.26). A, B and N are not fitted."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,12 +39,25 @@ class ForecastBias:
 
     def factor(self, num_stages: int) -> float:
         """Return the expected ratio of measured to predicted tokens/s for layouts with `num_stages` stages."""
+        mean_M, _ = self._posterior([num_stages])
+        return math.exp(float(mean_M[0]))
+
+    def variance(self, num_stages: int, other: int) -> float:
+        """Return the variance of the error of log(predicted tokens/s with `other` stages / with `num_stages`)."""
+        _, covariance_MM = self._posterior([num_stages, other])
+        return max(0.0, float(np.trace(covariance_MM) - 2.0 * covariance_MM[0, 1]))
+
+    def _posterior(self, numbers: Sequence[int]) -> tuple[Floats, Floats]:
+        """Return the mean [M] and the covariance [M, M] of y for these numbers of stages, given `seen`."""
+        wanted = np.log(np.array(numbers, dtype=np.float64))
+        prior_MM = _covariance(wanted[:, None], wanted[None, :])
         if not self.seen:
-            return 1.0
+            return np.zeros(len(wanted)), prior_MM
         stages, logs, steps = (np.array(column, dtype=np.float64) for column in zip(*self.seen, strict=True))
         at = np.log(stages)
         known = _covariance(at[:, None], at[None, :]) + np.diag(_NOISE**2 / np.maximum(steps, 1.0))
-        return math.exp(float(_covariance(np.array(math.log(num_stages)), at) @ np.linalg.solve(known, logs)))
+        across = _covariance(wanted[:, None], at[None, :])
+        return across @ np.linalg.solve(known, logs), prior_MM - across @ np.linalg.solve(known, across.T)
 
 
 UNBIASED = ForecastBias()
