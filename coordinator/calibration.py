@@ -13,8 +13,7 @@ the throughput of the same layout again, from current figures. This separates tw
 The first steps of a run are synchronous: no member runs ahead (`RunSpec.synchronous_steps`). Plans are made for
 synchronous steps while these fill most of a layout's expected life (`ClusterView.runs_ahead`), and otherwise for the
 later steps. In the second case the objective predicts the live layout for both kinds of step, and a rate measured in
-synchronous steps is divided by the ratio of the two predictions. (Rejected: no division. Layouts differ in what they
-lose by synchronous steps, so early searches chose the wrong number of stages.)
+synchronous steps is divided by the ratio of the two predictions.
 
 `forecast_error` is the error of past predictions; the gain that a search predicts is discounted by it. A predicted gain
 that has not been measured yet counts as an error. Otherwise each search would believe the figures that misled the last
@@ -90,8 +89,7 @@ class Calibration:
         self._learned_to = 0
         """The version up to which measured steps have gone into the learned factor."""
         self.chosen_tokens_per_s = 0.0
-        """Tokens/s predicted for the live layout when it began; if it is the first that we obey, when it had been
-        measured, because a first layout is chosen by probes. 0: unknown."""
+        """Tokens/s predicted for the live layout when it began (a first one: once it was measured); 0: unknown."""
         self._promised_tokens_per_s = 0.0
         """Tokens/s that the plan predicted as its layout began; 0: unknown, the run's first, or other kind of step."""
         self._promised_gain = 0.0

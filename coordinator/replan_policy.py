@@ -377,7 +377,8 @@ class ReplanPolicy:
         live layout's last version is set afterwards. It is set at once if no layer is missing, if a download during a
         standstill is cheaper, or if experts are placed."""
         announced = self._announced(live, layout.stages, layout.reason, look.now_s)
-        if announced[0] is None or live.experts or _holds_all(live, layout.stages):
+        lacks = any(lacking_bytes(self.view.workload, live, layout.stages).values())
+        if announced[0] is None or live.experts or not lacks:
             return announced
         change = self._foreseen_change(live, look, layout.stages)
         if change is not None and change.stands_still():
@@ -552,19 +553,6 @@ class ReplanPolicy:
 
 def bounds_of(stages: Sequence[Stage]) -> tuple[tuple[int, int], ...]:
     return tuple(stage.layers for stage in stages)
-
-
-def _holds_all(live: Plan, next_layout: Sequence[Stage]) -> bool:
-    """True if every member of `next_layout` holds all of its layers in the live layout."""
-    for stage in next_layout:
-        for peer in stage.peers:
-            now = live.stage_of(peer)
-            if now is None:
-                return False
-            first, last = live.stages[now].layers
-            if not first <= stage.first_layer < stage.last_layer <= last:
-                return False
-    return True
 
 
 def _divided(live: Plan, version: int) -> str:

@@ -67,7 +67,7 @@ HEADLESS = re.compile(
 )
 """A docstring that begins with one of these is a fragment: what it hangs on stands elsewhere, or nowhere."""
 LINES_MAX = 81_016
-CONSTANTS_MAX = 804
+CONSTANTS_MAX = 803
 """Lines of the product, and numbers that its modules name. Lower these with every commit that makes them fewer;
 a commit that raises one needs a sentence in a `DECISIONS.md`."""
 TWO_MEANINGS: set[str] = set()

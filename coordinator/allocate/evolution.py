@@ -54,9 +54,8 @@ def evolve(
     def newcomer() -> Assignment:
         nonlocal spent
         drawn = [evaluator.random(rng.getrandbits(63))]
-        while (
-            len(drawn) < evaluator.draws and work - spent > evaluator.share // 4
-        ):  # keep some work for improving the chosen draw
+        # keep some work for improving the chosen draw
+        while len(drawn) < evaluator.draws and work - spent > evaluator.share // 4:
             drawn.append(evaluator.random(rng.getrandbits(63)))
             spent += child_work
         return min(drawn, key=evaluator.cost) if len(drawn) > 1 else drawn[0]

@@ -286,7 +286,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
     holding = {peer.peer for slot in slots for peer in slot.holders}
     spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
     stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
-    why = f"for {100 * change.gain:.0f} % more tokens/s" if math.isfinite(change.gain) else f"since {objective.why_not}"
+    why = f"for {100 * change.gain:.0f} % more" if math.isfinite(change.gain) else f"since {objective.live.why}"
     reason = f"search: {num_moved} {'peer moves' if num_moved == 1 else 'peers move'} {why}"
     layout = Layout(stages=stages, spares=spares, reason=reason)
     return [(change, layout)], ""

@@ -132,18 +132,13 @@ class LayoutObjective:
     def __init__(self, snapshot: SwarmSnapshot, topology: Topology, workload: Workload, current: Placement) -> None:
         self.throughput = ThroughputObjective(topology, workload)
         self._snapshot, self._topology, self._workload, self._current = snapshot, topology, workload, current
-        self._live = self.throughput.cost(current)
+        self.live = self.throughput.cost(current)
         self._losses = SoleHolders(snapshot, topology)
         self._changed = 0.0
         """log(tokens/s of the live layout as predicted when it was chosen / as predicted from today's figures)."""
-        if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self._live.seconds):
+        if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self.live.seconds):
             factor = snapshot.forecast_bias.factor(len(current.stages))
-            self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self._live.parts["tokens_per_s"]))
-
-    @property
-    def why_not(self) -> str:
-        """The reason why the live layout is impossible by the present figures; empty: it is possible."""
-        return self._live.why
+            self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self.live.parts["tokens_per_s"]))
 
     def change_to(self, found: Placement) -> Change | None:
         """Estimate the gain and the cost of a move to `found`. Returns None if `found` is infeasible. Returns None also
@@ -152,7 +147,7 @@ class LayoutObjective:
         if not math.isfinite(cost.seconds):
             return None
         in_place = found.bounds == self._current.bounds
-        if not in_place and not math.isfinite(self._live.seconds):
+        if not in_place and not math.isfinite(self.live.seconds):
             return None
         gain = self._gain(found, cost)
         trust = trust_in(
@@ -171,7 +166,7 @@ class LayoutObjective:
         The live layout counts with its measured or its predicted speed, whichever is higher: leaving a fast layout
         gains nothing, whatever the prediction says. The objective's known bias by number of stages may lower either
         prediction, but never raises one: a layout that is faster than predicted only shows that a figure is wrong."""
-        if not math.isfinite(self._live.seconds):
+        if not math.isfinite(self.live.seconds):
             return math.inf
         before, after = (
             min(1.0, self._snapshot.forecast_bias.factor(len(each.stages))) for each in (self._current, found)
@@ -182,7 +177,7 @@ class LayoutObjective:
     def _before_s(self) -> float:
         """The seconds of a step of the live layout, measured or predicted, whichever are fewer."""
         seen = self._snapshot.seen_tokens_per_s
-        return self._live.parts["foreseen_s"] * (min(1.0, self._live.parts["tokens_per_s"] / seen) if seen else 1.0)
+        return self.live.parts["foreseen_s"] * (min(1.0, self.live.parts["tokens_per_s"] / seen) if seen else 1.0)
 
     def _in_place(self, found: Placement) -> dict[str, float]:
         """Price a move that keeps the boundaries. Returns: fields of `Change` by name. Only members that stay work
@@ -194,16 +189,12 @@ class LayoutObjective:
             copies_s *= self._workload.needed_first
         stay = tuple(tuple(sorted({*a} & {*b})) for a, b in zip(self._current.stages, found.stages, strict=True))
         meanwhile = 0.0
-        if all(stay) and math.isfinite(self._live.seconds):
+        if all(stay) and math.isfinite(self.live.seconds):
             giving = ThroughputObjective(_giving(self._topology, stay, found), self._workload)
             cost = giving.cost(replace(found, stages=stay))
             meanwhile = self._before_s / cost.parts["foreseen_s"] if math.isfinite(cost.seconds) else 0.0
-        speed = self._topology.flop_per_s
-        stays_part = min(
-            float(speed[list(stayers)].sum() / speed[list(members)].sum())
-            for stayers, members in zip(stay, self._current.stages, strict=True)
-        )
-        repeats_s = 0.5 * (1.0 - stays_part) * self._before_s if math.isfinite(self._live.seconds) else 0.0
+        stays = min(len(left) / len(members) for left, members in zip(stay, self._current.stages, strict=True))
+        repeats_s = 0.5 * (1.0 - stays) * self._before_s if math.isfinite(self.live.seconds) else 0.0
         return {
             "drain_s": AGREED_S + repeats_s,
             "stop_and_copy_s": math.inf,
@@ -214,7 +205,7 @@ class LayoutObjective:
 
     def _divided(self, found: Placement, cost: Cost) -> dict[str, float]:
         """Price a move to other boundaries. Returns: fields of `Change` by name."""
-        topology, workload, current, live = self._topology, self._workload, self._current, self._live
+        topology, workload, current, live = self._topology, self._workload, self._current, self.live
         everywhere = np.full(topology.num_devices, 1.0 - AHEAD_PART)
         slowed = ThroughputObjective(_with_part(topology, everywhere), workload).cost(current)
         assert math.isfinite(slowed.seconds), "slower lines take no memory"
