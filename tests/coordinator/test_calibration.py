@@ -334,3 +334,21 @@ def test_synchronous_steps_that_are_slower_than_that_are_a_reason(beginning):
 def test_after_them_a_run_that_does_not_become_quicker_is_searched_for(beginning):
     beginning.steps(40, step_s=2 * STEP_S)
     assert beginning.steps(60, step_s=2 * STEP_S).count(True) == 1
+
+
+def test_a_first_layout_was_chosen_by_probes_so_it_counts_as_chosen_once_it_was_measured(plan):
+    run = Run(plan, foreseen=5.0 * USUAL, today=USUAL)
+    run.steps(WARM_UP_STEPS)
+    assert run.calibration.chosen_tokens_per_s == 0.0
+    run.steps(2 * OFF_STEPS)
+    assert run.calibration.chosen_tokens_per_s == pytest.approx(USUAL, rel=0.05)
+    heir = Calibration()
+    heir.obey(run.plan)
+    heir.take_over(run.calibration.tell())
+    assert heir.chosen_tokens_per_s == run.calibration.chosen_tokens_per_s
+
+
+def test_a_later_layout_was_chosen_by_what_its_plan_predicts(plan):
+    run = Run(plan)
+    run.calibration.obey(msgspec.structs.replace(plan, era=1, foreseen=Foreseen(3.0 * USUAL, "compute", 1)))
+    assert run.calibration.chosen_tokens_per_s == 3.0 * USUAL

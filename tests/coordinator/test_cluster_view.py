@@ -3,6 +3,7 @@
 import pytest
 
 from shoal.coordinator.allocate.interface import MeasuredPeer
+from shoal.coordinator.allocate.measured import JOB_VARIANCE
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.cost.workload import layer_costs
 from shoal.coordinator.era import CheckpointCatalog
@@ -84,3 +85,18 @@ def test_a_first_plan_is_made_for_the_steps_that_fill_its_life(make_heartbeat, m
         view.hear(PeerID(name), make_heartbeat(name, advert=make_advert(name, flop_per_s=flop_per_s)), 0.0)
     assert 80 * view.step_s_at_best(0.0) < 300.0, "by the seconds at best alone, steps run ahead in both"
     assert view.runs_ahead(0.0) is runs_ahead
+
+
+def test_a_report_that_heartbeats_repeat_makes_a_speed_no_more_certain(make_heartbeat, make_plan):
+    """Microbatches of six seconds: after 16 heartbeats a second apart there are hardly three of them."""
+    plan = make_plan([["a"], ["b"]], coordinator="a").plan
+
+    def variance(forward_s):
+        view = ClusterView("run", RunSpec())
+        view.obey(plan, 0.0)
+        says = {"plan_sequence": plan.sequence, "stage": 0, "forward_s": forward_s}
+        for second in range(16):
+            view.hear(PeerID("a"), make_heartbeat("a", **says), float(second))
+        return view.roster.at(PeerID("a")).speed.variance(16.0)
+
+    assert variance(2.0) > JOB_VARIANCE > 3.0 * variance(0.02)

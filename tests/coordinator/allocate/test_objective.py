@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import MeasuredNetwork
 from shoal.coordinator.allocate.objective import (
+    AGREED_S,
     AHEAD_PART,
     FOLLOWED_PART,
     FROM_ONE_TIMES,
@@ -333,3 +334,20 @@ def test_a_move_pays_if_its_gain_makes_up_for_the_time_in_which_only_those_work_
     assert change.stop_and_copy_s == np.inf
     assert change.meanwhile < 1.0
     assert [change.pays(horizon_s) for horizon_s in (1.0, 1e4)] == [False, True]
+
+
+def test_a_move_that_keeps_the_boundaries_costs_what_the_others_of_a_stage_repeat() -> None:
+    """One of two members leaves a stage: half of its half of a step runs again."""
+    work = workload("fp32")
+    speeds = work.microbatches * work.job_flop(0, 6) / np.full(3, 40.0)
+    topology = make_topology(np.full((3, 3), 0.01), np.full((3, 3), 1e12), flop_per_s=speeds, names=("p0", "p1", "p2"))
+    two = swarm()
+    three = MeasuredPeer(peer=PeerID("p2"), flop_per_s=1e9, upload_bytes_per_s=1e7, memory_bytes=1 << 34, has_data=True)
+    snapshot = SwarmSnapshot(peers=(*two.peers, three), layer_costs=two.layer_costs, num_stages=None, workload=work)
+    current, found, grown = (Placement(stages=(stage,), bounds=(0, 6)) for stage in ((0, 1), (0, 2), (0, 1, 2)))
+    moved, joined = (change_to(snapshot, topology, current, placement) for placement in (found, grown))
+    assert moved is not None
+    assert joined is not None
+    step_s = ThroughputObjective(topology, work).cost(current).parts["foreseen_s"]
+    assert moved.drain_s == pytest.approx(AGREED_S + step_s / 4.0)
+    assert joined.drain_s == AGREED_S

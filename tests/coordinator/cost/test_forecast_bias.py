@@ -29,3 +29,10 @@ def test_two_numbers_are_kept_apart():
     assert bias.factor(1) == pytest.approx(0.6, rel=0.02)
     assert bias.factor(3) == pytest.approx(1.0, rel=0.02)
     assert 0.6 < bias.factor(2) < 1.0
+
+
+def test_a_comparison_of_two_numbers_of_stages_errs_until_both_were_seen():
+    one, both = ForecastBias(((2, 0.0, 64),)), ForecastBias(((2, 0.0, 64), (4, 0.0, 64)))
+    assert UNBIASED.variance(2, 2) == pytest.approx(0.0)
+    assert UNBIASED.variance(2, 3) < UNBIASED.variance(2, 4) == pytest.approx(0.2**2)
+    assert UNBIASED.variance(2, 4) > one.variance(2, 4) > 10.0 * both.variance(2, 4) > 0.0
