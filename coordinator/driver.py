@@ -78,9 +78,10 @@ REFUSED_TIMEOUTS = 0.9
 """A call that fails within this share of its timeout can count as refused; one that fails later is unanswered."""
 TURNED_AWAY_TIMES = 5
 """This peer counts as turned away after this many refused heartbeats in a row: a new coordinator may refuse a few."""
+FAREWELL_HEARTBEATS = 0.5
+"""Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""The core hears of a member's signs of life at most once in this time, since hundreds may arrive in a second. Excluded
-members have this time to hear of their exclusion before all peers stop talking to them."""
+"""The core hears of a member's signs of life at most once in this time, since hundreds may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough time to ask two peers."""
 
@@ -287,7 +288,7 @@ class Coordination:
         members, excluded, plan = self._endpoint.members, self.core.excluded, self.core.plan
         leaving = [peer for peer in (plan.members if plan else ()) if members.is_out_by(peer, excluded)]
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(SIGN_HEARTBEATS * self._spec.swarm.heartbeat_s):
+            async with asyncio.timeout(FAREWELL_HEARTBEATS * self._spec.swarm.heartbeat_s):
                 await asyncio.gather(*(self._tell(peer, Exclude(order=order.encode())) for peer in leaving))
         self._expel()
         self._spread(order.encode())

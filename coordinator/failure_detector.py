@@ -55,9 +55,10 @@ ROLL_CALL_HEARTBEATS = 0.15
 VOUCHED_HEARTBEATS = 10.0
 OUT_OF_REACH_HEARTBEATS = 1.0
 """A member that others have reached for this long, while we have not, is out of our reach."""
+HELP_HEARTBEATS = 0.5
+"""Other members are asked to ping a member that has not answered us for this long."""
 TOGETHER_HEARTBEATS = 0.5
-"""A plan that drops a member waits at most this long, so that it can also drop others that are nearly timed out. Other
-members are asked to ping a member that has not answered us for this long."""
+"""A plan that drops a member waits at most this long, so that it can also drop others that are nearly timed out."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -321,7 +322,7 @@ class FailureDetector:
                 commands += [Ask(peer=helper, message=PingRequest(peer=peer)) for helper in helpers]
             if inquiry.takes_ping(now_s, every_s=PING_HEARTBEATS * self._heartbeat_s):
                 if not inquiry.pinged:
-                    inquiry.help_at_s = now_s + TOGETHER_HEARTBEATS * self._heartbeat_s
+                    inquiry.help_at_s = now_s + HELP_HEARTBEATS * self._heartbeat_s
                 inquiry.pinged = True
                 commands.append(Ask(peer=peer, message=Ping()))
         return commands

@@ -36,7 +36,7 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.spec import RunSpec
 
 PROBE_EVERY_S = 60.0
-"""A peer that stands by measures its device this often. The measurement takes a hundredth of this time or less."""
+"""The seconds between two measurements of a device whose peer stands by."""
 
 
 class PeerDriver:
