@@ -24,7 +24,7 @@ KILLS = {2: "1.0", 4: "0.1", 7: "2.2"}
         (("int8", None), 2e-3, 1.5, 0),
         (("hadamard4", None), 4e-3, 10.0, 0),
         (("hadamard3", "hadamard4"), 6e-3, 10.0, 0),
-        (("hadamard4", None), 4e-3, 10.0, 5),
+        (("hadamard4", None), 4e-3, 5.0, 5),
     ],
 )
 def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
@@ -32,7 +32,8 @@ def test_in_few_bits_a_run_with_kills_is_that_of_one_process_with_the_same_cuts(
 ):
     """Eight microbatches a step: then a gradient that is divided by their number has the same codes. What is left is
     the order of sums, which now and then makes another code of a number. With six seeds on one machine the losses are
-    at most 0.0004, 0.0022 and 0.0036 apart, and the cuts themselves change them by 0.0006, 0.043 and 0.15."""
+    at most 0.0004, 0.0022 and 0.0036 apart, and the cuts themselves change them by 0.0006, 0.043 and 0.15. In a
+    subspace one code makes as much of a difference, 0.0013, and the cuts make less, 0.009 to 0.02."""
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": STEPS, "microbatches_per_step": 8, "validation_interval_steps": 0, "s_max": 0}
     builtins["wire"] = {"activations": wire[0], "activation_gradients": wire[1]}
