@@ -526,6 +526,7 @@ class GroupMembership(ABC):
             logger.error("step %d: %d layers had a gradient with NaN or infinity", state.version, skipped_layers)
         self._note_gradient(state)  # first: the next round may drop the gradient
         self._reached(state, digest, state.gradient_norm)
+        self._note_lag()
         self.witnesses.look(state)
         if set(self.core.group.group_peers) == set(self.core.group.full_members):
             self._s.layers.server.forget_weights(self.keys)
@@ -557,6 +558,7 @@ class GroupMembership(ABC):
             if version == group.version < group.steps and group.ready:
                 waits = group.waits_for() + self._whereabouts()
                 logger.info("stage %d stays at version %d: %s", group.stage, version, waits)
+                self._note_lag()
                 if version not in self.reductions:
                     self.handle(events.StoodStill())
             version, now_s = group.version, self._clock.now_s()
@@ -605,8 +607,12 @@ class GroupMembership(ABC):
         return None
 
     def _lagging(self) -> events.Lagging | None:
-        """Return an event if we are a learner that has begun to lag or has caught up; else None."""
+        """Return an event if our weights have become too old for the group's microbatches, or new enough again."""
         return None
+
+    def _note_lag(self) -> None:
+        if (lagging := self._lagging()) is not None:
+            self.handle(lagging)
 
     def _means_wanted_from(self) -> int:
         """Return the first step with a gradient that other peers, or the layers that we fetch, still need."""

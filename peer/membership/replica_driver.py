@@ -322,13 +322,19 @@ class Replica(GroupMembership):
         self.handle(events.VersionSet(weights.version))
         self.reductions.reached(weights.version)
         self.handle(events.Stepped(weights.version, None, remembers=self.runtime.remembers))
-        if (lagging := self._lagging()) is not None:
-            self.handle(lagging)
+        self._note_lag()
 
     def _lagging(self) -> events.Lagging | None:
         # While our weights are too old, we take no microbatches: the group's step would wait until we get newer ones.
-        lags = self.core.group.most_are_past(self.version + self._s.spec.training.s_max)
-        return events.Lagging(lags) if lags != self.core.is_lagging else None
+        # A full member that only steps a moment later than the others does not count.
+        group, lagged = self.core.group, self.core.is_lagging
+        if self._light is not None:
+            lags = group.most_are_past(self.version + self._s.spec.training.s_max)
+        elif lagged:
+            lags = group.most_are_past(self.version)
+        else:
+            lags = group.is_left_behind(self._clock.now_s())
+        return events.Lagging(lags) if lags != lagged else None
 
     # --- what others see ---
 

@@ -81,8 +81,8 @@ class JoinedGroup:
 
 @dataclass(frozen=True, slots=True)
 class Lagging:
-    """We are a learner. `lags` True: our weights have become too old for every microbatch, so microbatches without a
-    forward go back to their senders. `lags` False: our weights are new enough again."""
+    """`lags` True: our weights have become too old, so microbatches without a forward go back to their senders. `lags`
+    False: our weights are new enough again."""
 
     lags: bool
 

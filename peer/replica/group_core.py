@@ -386,6 +386,10 @@ class GroupCore(GroupView):
         start = self._rounds.open.get(self.version)
         return [Tell(start)] if self.is_leader and start is not None else []
 
+    def is_left_behind(self, now_s: float) -> bool:
+        """True if most other full members are past our version, at which we have been for long: our device is slow."""
+        return now_s > self._version_since_s + self._losses.usual_s and self.most_are_past(self.version)
+
     @property
     def _has_ended(self) -> bool:
         return 0 < self._cutover_version <= self.version

@@ -110,10 +110,12 @@ class Losses:
         return commands
 
     def _look_again(self) -> None:
-        self._patience_s = self._after_a_death_s() if self._may_lack else self._usual_s()
+        self._patience_s = self._after_a_death_s() if self._may_lack else self.usual_s
         self.suspect_at_s = self._grown_at_s + self._patience_s
 
-    def _usual_s(self) -> float:
+    @property
+    def usual_s(self) -> float:
+        """The seconds at one version after which something is wrong: two usual steps, or a constant if that is more."""
         if not self._steps_s:
             return STALL_S_FIRST
         least_s = STALL_S_PIPELINE if self.is_first else STALL_S_MIN
@@ -125,4 +127,4 @@ class Losses:
         if not self._steps_s:
             return min(STALL_S_MIN * 2.0 ** (self._num_asked - (not self.is_first)), STALL_S_FIRST)
         # The limit: steps that take minutes may be slow because of just such losses.
-        return self._usual_s() if self.is_first else min(self._usual_s(), STALL_S_FIRST)
+        return self.usual_s if self.is_first else min(self.usual_s, STALL_S_FIRST)

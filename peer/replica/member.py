@@ -4,10 +4,10 @@
 A member passes through these states. It begins with a plan that names it, and ends when the driver drops it:
 
     joining    not ready, closed   it fetches the group's state
-    learner    ready, open         it computes with the group's weights until it has the whole state; closed while it
-                                   lags (its weights are too old for every microbatch of the group)
+    learner    ready, open         it computes with the group's weights until it has the whole state
     closed     ready, closed       it takes no traffic yet: it could not repeat exactly a microbatch that runs again
     open       ready, open         it takes traffic
+    lagging    ready, closed       a learner or a slow member: its weights are too old for the group's microbatches
     paused     ready, closed       the owner wants the device: its work goes back, its contributions are still reduced
     draining   ready, closed       it finishes its work; a plan may give its place back (`DrainEnded`)
     drained    not ready, closed   no peer needs it any more
@@ -59,7 +59,7 @@ class MemberCore(ABC):
         self.is_paused = False
         self.is_draining = False
         self.is_lagging = False
-        """We are a learner, and our weights are too old for every microbatch."""
+        """Our weights are too old for the group's microbatches: our device is slow, or we are a learner."""
         group.take_traffic(False, now_s=0.0)
         self._group_due_s = group.next_timer_s()
 

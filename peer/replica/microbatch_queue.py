@@ -256,15 +256,22 @@ class MicrobatchQueue:
 
     def made(self, microbatch: Microbatch, *, now_s: float) -> None:
         """Record that a member, perhaps this one, has contributed `microbatch`."""
-        granted = self._out.pop(microbatch, None)
+        granted = self._took(microbatch, now_s)
         if granted is not None:
             self._made_s[granted.peer] = now_s
             if granted.peer in self._claims:
                 self._serves_at_s = now_s  # the member holds less now, so more may be due to it
+            self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
+
+    def _took(self, microbatch: Microbatch, now_s: float) -> _Since | None:
+        """End the grant of `microbatch`, if it is granted and not contributed yet, and count its time as the member's.
+        Returns: the grant."""
+        granted = self._out.pop(microbatch, None)
+        if granted is not None:
             if self._flows_s is None:
                 self._flows_s = now_s
             self._pace.took(granted.peer, now_s - granted.at_s, blamed_s=now_s - max(granted.at_s, self._flows_s))
-            self._turns.made(granted.peer, given_s=granted.at_s, now_s=now_s)
+        return granted
 
     def lost(self, peer: PeerID, *, now_s: float) -> list[QueueCommand]:
         """Forget the grants of a lost member. Keep its measured speed, in case it comes back."""
@@ -482,8 +489,10 @@ class MicrobatchQueue:
         """Divide lost microbatches of a step among open members that are not far too slow: one alone is slow."""
         self.book.take(step, indices)
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
-        commands: list[QueueCommand] = []
-        for peer, part in self._shared(again, now_s).items():
+        parts, commands = self._shared(again, now_s), list[QueueCommand]()
+        for microbatch in again:
+            self._took(microbatch, now_s)  # else a slow leader, whose work other members repeat, never looks slow
+        for peer, part in parts.items():
             if peer == self.group.me:
                 commands += [Make(microbatch, True) for microbatch in part]
             else:

@@ -375,3 +375,16 @@ def test_a_light_member_owes_nobody_its_version_and_a_holder_does_not_leave_its_
     assert ours.owes, "nobody else is there yet"
     ours.take_part(True, learner=True, now_s=3)
     assert not ours.owes
+
+
+def test_a_member_is_left_behind_when_most_others_have_stepped_and_two_steps_have_passed() -> None:
+    made = core(A, A, B, C)
+    made.handle(Stepped(2, "2"), now_s=10)
+    made.handle(Stepped(3, "3"), now_s=20)
+    made.handle(DigestArrived(B, Digest(stage=1, version=4, digest="4")), now_s=22)
+    assert not made.is_left_behind(60), "B alone is not most of the others"
+    made.handle(DigestArrived(C, Digest(stage=1, version=4, digest="4")), now_s=23)
+    assert not made.is_left_behind(40)
+    assert made.is_left_behind(41)
+    made.handle(Stepped(4, "4"), now_s=45)
+    assert not made.is_left_behind(90)

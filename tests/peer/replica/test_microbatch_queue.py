@@ -412,6 +412,15 @@ def test_who_is_far_slower_than_the_others_is_granted_nothing_for_a_while():
     assert granted(made.handle(TimerFired(), now_s=500.0)) == {5: [3]}, "to see whether it has recovered"
 
 
+def test_a_member_whose_work_others_repeat_is_as_slow_as_one_that_makes_it_late():
+    made = queue(Group(open_members=(B,)), M=9, s_max=1)
+    after(made, ClaimArrived(B, 1, call=1), ClaimArrived(C, 1, call=2), TimerFired())
+    made.note(B, 0, bitmap_of(indices(0)), b"", now_s=1.0)
+    after(made, again(0, indices(1)), now_s=20.0)
+    after(made, ClaimArrived(B, 1, call=3), ClaimArrived(C, 1, call=4), now_s=20.0)
+    assert granted(made.handle(TimerFired(), now_s=20.0)) == {3: [2]}
+
+
 def test_what_a_pausing_member_returns_is_made_by_the_leader():
     assert after(queue(), WorkReturned(B, Microbatch(0, 1), True)) == [Make(Microbatch(0, 1), True)]
     with pytest.raises(Refused):
