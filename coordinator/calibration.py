@@ -31,7 +31,7 @@ import math
 from collections import deque
 from statistics import fmean
 
-from shoal.coordinator.allocate.interface import FORECAST_ERROR, Places, places_of
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, NOT_CHOSEN, Chosen, Place, places_of
 from shoal.coordinator.cost.forecast_bias import ForecastBias
 from shoal.coordinator.token_rate import MUCH, TokenRate
 from shoal.protocol.identity import PeerID
@@ -69,7 +69,9 @@ class Calibration:
         """Tokens/s predicted for the live layout in synchronous steps / those in steps that run ahead. It is 1 unless
         the run is in synchronous steps while plans are made for later steps."""
         self._runs_ahead = True
-        self._layout: tuple[int, Places] | None = None
+        self._layout: tuple[int, tuple[Place, ...]] | None = None
+        self._peers: frozenset[PeerID] = frozenset()
+        """The members and the spares of the live plan."""
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
         """The objective's current prediction for the live layout, without the learned factor."""
@@ -88,8 +90,8 @@ class Calibration:
         """The value of `factor` when we first obeyed a plan with the present prediction, which contains this factor."""
         self._learned_to = 0
         """The version up to which measured steps have gone into the learned factor."""
-        self.chosen_tokens_per_s = 0.0
-        """Tokens/s predicted for the live layout when it began (a first one: once it was measured); 0: unknown."""
+        self.chosen = NOT_CHOSEN
+        """The figures when the live layout began. For a first layout the tokens/s come once it was measured."""
         self._promised_tokens_per_s = 0.0
         """Tokens/s that the plan predicted as its layout began; 0: unknown, the run's first, or other kind of step."""
         self._promised_gain = 0.0
@@ -110,7 +112,7 @@ class Calibration:
 
     @property
     def _num_stages(self) -> int:
-        return len(self._layout[1][0]) if self._layout is not None else 1
+        return len(self._layout[1]) if self._layout is not None else 1
 
     @property
     def ratio(self) -> float:
@@ -172,20 +174,22 @@ class Calibration:
 
     def obey(self, plan: Plan) -> None:
         """Record a live plan. The comparison continues if the layout is the same, for instance in a new term."""
-        layout = plan.era, places_of(plan)
+        places, spares = places_of(plan)
+        layout, peers = (plan.era, places), frozenset(spares).union(*(peers for _, _, peers in places))
         if layout != self._layout:
             if (off := self._off_now()) is not None:
                 self._off.append(off)
             # The prediction for a run's first layout is no evidence: nothing has been learned yet.
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
-            self._promised_gain = self._gain_of(plan)
-            self.chosen_tokens_per_s = self._promised_tokens_per_s
+            self._promised_gain = self._gain_of(plan) if peers == self._peers else 0.0
+            self.chosen = Chosen(self._promised_tokens_per_s, len(peers))
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
             self._shown_tokens_per_s, self.rejected = 0.0, ""
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
+        self._peers = peers
 
     def synchronous_left(self, version: int) -> int:
         """Return the number of synchronous steps that are still to come after `version`."""
@@ -222,8 +226,8 @@ class Calibration:
         rate, num_steps = pace.seen(self._layout[0], self._steady_from, now_s)
         self._seen, self._shown_tokens_per_s = (rate / share, num_steps), rate
         self._newest = pace.newest(now_s) / share if num_steps else 0.0
-        if self._seen[1] >= OFF_STEPS:
-            self.chosen_tokens_per_s = self.chosen_tokens_per_s or self._believed
+        if self._seen[1] >= OFF_STEPS and not self.chosen.tokens_per_s:
+            self.chosen = Chosen(self._believed, self.chosen.peers)
         if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
             self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:
@@ -243,15 +247,9 @@ class Calibration:
         return _log(self._seen[0], self._promised_tokens_per_s)
 
     def _gain_of(self, plan: Plan) -> float:
-        """Return log(tokens/s that `plan` predicts / that the previous plan predicted), at least 0. Return 0 if one is
-        unknown, or if the plans have different peers, because then the hardware changes too."""
+        """Return log(tokens/s that `plan` predicts / that the previous plan predicted), at least 0; 0 if unknown."""
         before, after = self._foreseen, plan.foreseen
-        if (
-            self._layout is None
-            or before is None
-            or after is None
-            or _peers(self._layout[1]) != _peers(places_of(plan))
-        ):
+        if self._layout is None or before is None or after is None:
             return 0.0
         return max(0.0, _log(after.tokens_per_s, before.tokens_per_s))
 
@@ -270,9 +268,16 @@ class Calibration:
         if self._layout is None:
             return None
         steady_from = -1 if self._steady_from is None else self._steady_from
-        era, off = self._layout[0], tuple(self._off)
-        chosen = self.chosen_tokens_per_s
-        return LayoutCalibration(self.bias.seen, era, steady_from, self._noted, self._factor_then, off, chosen)
+        return LayoutCalibration(
+            learned=self.bias.seen,
+            era=self._layout[0],
+            steady_from=steady_from,
+            noted=self._noted,
+            factor_then=self._factor_then,
+            off=tuple(self._off),
+            chosen=self.chosen.tokens_per_s,
+            chosen_peers=self.chosen.peers,
+        )
 
     def take_over(self, told: LayoutCalibration | None) -> None:
         """Continue another coordinator's comparison of the live layout; its learned corrections apply to any layout."""
@@ -282,6 +287,7 @@ class Calibration:
             and 1.0 / FACTOR_MAX <= told.factor_then <= FACTOR_MAX
             and 0.0 <= told.noted < math.inf
             and 0.0 <= told.chosen < math.inf
+            and told.chosen_peers >= 0
             and -1 <= told.steady_from <= VERSION_MAX
             and all(abs(off) <= math.log(FACTOR_MAX) for off in told.off)
         ):
@@ -291,7 +297,7 @@ class Calibration:
         if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
             self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
             self._learned_to = max(self._learned_to, told.steady_from)
-            self.chosen_tokens_per_s = told.chosen
+            self.chosen = Chosen(told.chosen, told.chosen_peers)
 
     # --- for people ---
 
@@ -319,11 +325,6 @@ class Calibration:
             reason = f"nothing runs ahead in the first {self._synchronous_steps} steps"
         rejected = f"; {self.rejected}" if self.rejected else ""
         return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}{rejected}"
-
-
-def _peers(places: Places) -> frozenset[PeerID]:
-    stages, spares = places
-    return frozenset(spares).union(*(peers for _, _, peers in stages))
 
 
 def _is_possible(num_stages: int, log: float, steps: int) -> bool:

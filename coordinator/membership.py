@@ -24,8 +24,8 @@ from shoal.protocol.statement import VerifySignature
 
 _IP = re.compile(r"^/ip[46]/([^/]+)/")
 _UNDO = " (`shoal readmit` on the host undoes it)"
-_NAMED_MAX = 4
-"""Maximum number of keys named in one sentence; the sentence only counts further keys."""
+NAMED_MAX = 3
+"""The most peers, keys or pairs that one sentence names: it must fit on a line. It only counts further ones."""
 
 
 class Admission:
@@ -122,9 +122,9 @@ class Exclusions:
         for order in self._orders:
             twice.difference_update(order.keys)
             keys = [key for key in order.keys if key in self.excluded.keys]
-            names = [_said_key(key, order, name_of) for key in keys[:_NAMED_MAX]]
-            if len(keys) > _NAMED_MAX:
-                names.append(f"{len(keys) - _NAMED_MAX} more")
+            names = [_said_key(key, order, name_of) for key in keys[:NAMED_MAX]]
+            if len(keys) > NAMED_MAX:
+                names.append(f"{len(keys) - NAMED_MAX} more")
             if names:
                 by = "the owner" if order.signature else f"{len(order.votes)} members"
                 told.append(f"excluded by {by}: {', '.join(names)}{_UNDO}")

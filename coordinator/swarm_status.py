@@ -9,6 +9,7 @@ from shoal.coordinator.allocate.measured import Pair
 from shoal.coordinator.cluster_view import ClusterView
 from shoal.coordinator.era import CheckpointCatalog, holders
 from shoal.coordinator.experts.groups import ExpertPlaces
+from shoal.coordinator.membership import NAMED_MAX
 from shoal.coordinator.roster import SILENT_HEARTBEATS, Roster, span
 from shoal.protocol.identity import PeerID
 from shoal.protocol.invite import is_global
@@ -21,8 +22,6 @@ STATUS_PEERS_MAX = 256
 """The most peers in a status: each takes about 200 bytes, and the status must fit in one message."""
 STATUS_EXPERTS_MAX = 1024
 """The most experts in a status: each takes about 50 bytes with three holders."""
-NAMED_MAX = 3
-"""The most names in one sentence, which must fit on a line."""
 
 
 def swarm_status(view: ClusterView, live: Plan, now_s: float, *, owner: PeerID) -> SwarmStatus:

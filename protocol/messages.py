@@ -355,6 +355,8 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
     chosen: float = 0.0
     """Tokens/s predicted for the live layout when it was chosen; 0: unknown."""
+    chosen_peers: int = 0
+    """Number of the run's peers when the live layout began; 0: unknown."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):

@@ -5,7 +5,7 @@ topology. A `Layout` has the form of a plan: stages with their members' shares, 
 
 import math
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from shoal.coordinator.allocate.measured import WIDE, MeasuredNetwork, Pair
 from shoal.coordinator.cost.forecast_bias import UNBIASED, ForecastBias
@@ -26,8 +26,10 @@ FORECAST_ERROR = 0.1
 NO_MOVES = "new shares"
 """The `reason` of a layout in which no peer moves."""
 
-Places = tuple[tuple[tuple[int, int, tuple[PeerID, ...]], ...], tuple[PeerID, ...]]
-"""A pair: for each stage (first layer, layer after the last, members); and the standbys."""
+Place = tuple[int, int, tuple[PeerID, ...]]
+"""A stage: (first layer, layer after the last, members)."""
+Places = tuple[tuple[Place, ...], tuple[PeerID, ...]]
+"""The stages and the standbys."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,18 @@ class MeasuredPeer:
         )
 
 
+class Chosen(NamedTuple):
+    """What was known when the live layout was chosen."""
+
+    tokens_per_s: float
+    """Predicted tokens/s of the layout; 0: unknown."""
+    peers: int
+    """Number of the run's peers; 0: unknown."""
+
+
+NOT_CHOSEN = Chosen(0.0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwarmSnapshot:
     """All inputs of an allocator, besides the previous plan and a seed."""
@@ -87,8 +101,8 @@ class SwarmSnapshot:
     """The pairs of peers that cannot reach each other: they share no group and exchange no microbatch."""
     seen_tokens_per_s: float = 0.0
     """Tokens/s of the live layout, measured from its commits; 0: too few steps. It replaces a lower prediction."""
-    chosen_tokens_per_s: float = 0.0
-    """The tokens/s predicted for the live layout when it was chosen; 0: unknown."""
+    chosen: Chosen = NOT_CHOSEN
+    """What was known when the live layout was chosen."""
     forecast_error: float = FORECAST_ERROR
     """The root mean square of log(measured / predicted tokens/s) over the layouts of this run (`calibration.py`)."""
     forecast_bias: ForecastBias = UNBIASED

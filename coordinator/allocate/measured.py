@@ -45,8 +45,12 @@ LEAST_VARIANCE = 0.05**2
 """The variance that remains after any number of reports: in another stage or at another hour the speed differs."""
 VARIANCE_PER_S = 0.2**2 / 600.0
 """The growth of the variance per second: ten minutes after its last measurement a figure may be off by 20 % more."""
+ALIKE = 0.3**2
+"""The variance of log(speed at work / speed by the probe) among the devices of a run, before several are measured: what
+a probe leaves out, such as a forward's other work or a quota, is much the same for all, and the first device that
+works shows it."""
 PROBES_WORTH = 2
-"""A claimed speed's variance is a mean over the measured devices and this many imagined ones with variance `WIDE`."""
+"""The variance of this ratio is a mean over the measured devices and this many imagined ones with variance `ALIKE`."""
 CLAIM_MIN = 2.0
 """A claimed rate below this (bytes/s) counts as no claim: `MeasuredPeer.of` turns a missing claim into 1."""
 RATE_MAX = 1e12
@@ -161,7 +165,7 @@ def speeds(
     speed_max = BOAST_MEASURED * median_low(found.values()) if found else math.inf
     believed = bounded(claimed, found) | {peer: min(speed, speed_max) for peer, speed in found.items()}
     logs = [min(abs(math.log(ratio / worth)), math.log(BOAST_CLAIMED)) for ratio in ratios]  # one liar moves it little
-    of_probe = (PROBES_WORTH * WIDE + sum(log * log for log in logs)) / (PROBES_WORTH + len(logs))
+    of_probe = (PROBES_WORTH * ALIKE + sum(log * log for log in logs)) / (PROBES_WORTH + len(logs)) if found else WIDE
     beside = Counter(machines[peer] or peer for peer in claims)
     variances = {peer: reports[peer].variance(now_s) for peer in found}
     return {

@@ -17,7 +17,8 @@ expected to last (`SwarmSnapshot.horizon_s`). The value of x, in seconds of the 
   true spread of the layouts that a search compares, tau the error of earlier predictions in this run
   (`SwarmSnapshot.forecast_error`), and v the variance of the measurements that limit x, plus that of the cost model's
   error between the two numbers of stages (`forecast_bias`); all are of the logarithm. The
-  live layout was once the best of such a search, so d is small at first, and grows as measurements change after that.
+  live layout was once the best of such a search, so d is small at first, and grows as measurements change after that
+  and as peers come.
   Source: regression to the mean, for normal errors.
 - **A sole holder.** The only machine that holds a stage fails within T seconds with probability p. The run then goes
   back to a snapshot, which costs G seconds. Peers of one machine fail together."""
@@ -136,9 +137,12 @@ class LayoutObjective:
         self._losses = SoleHolders(snapshot, topology)
         self._changed = 0.0
         """log(tokens/s of the live layout as predicted when it was chosen / as predicted from today's figures)."""
-        if snapshot.chosen_tokens_per_s > 0.0 and math.isfinite(self.live.seconds):
+        chosen = snapshot.chosen
+        if chosen.tokens_per_s > 0.0 and math.isfinite(self.live.seconds):
             factor = snapshot.forecast_bias.factor(len(current.stages))
-            self._changed = math.log(snapshot.chosen_tokens_per_s / (factor * self.live.parts["tokens_per_s"]))
+            self._changed = math.log(chosen.tokens_per_s / (factor * self.live.parts["tokens_per_s"]))
+        self._grown = math.log(max(len(snapshot.peers) / (chosen.peers or math.inf), 1.0))
+        """log(number of peers today / when the live layout was chosen), at least 0."""
 
     def change_to(self, found: Placement) -> Change | None:
         """Estimate the gain and the cost of a move to `found`. Returns None if `found` is infeasible. Returns None also
@@ -151,7 +155,7 @@ class LayoutObjective:
             return None
         gain = self._gain(found, cost)
         trust = trust_in(
-            spread=math.hypot(FORECAST_ERROR, self._changed),
+            spread=math.hypot(FORECAST_ERROR, self._changed, self._grown),
             error=self._snapshot.forecast_error,
             variance=figures_variance(self._snapshot, self._topology, found, cost.bound)
             + self._snapshot.forecast_bias.variance(len(self._current.stages), len(found.stages)),

@@ -15,6 +15,7 @@ from shoal.coordinator.calibration import (
     Calibration,
 )
 from shoal.coordinator.token_rate import TokenRate
+from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import LayoutCalibration
 from shoal.protocol.plan import Foreseen
 
@@ -258,18 +259,19 @@ def test_each_number_of_stages_is_remembered_as_it_was_seen(plan, make_plan):
         LayoutCalibration((), 0, 5, math.inf),
         LayoutCalibration((), 0, 5, 0.0, math.nan),
         LayoutCalibration((), 0, 5, off=(math.nan,)),
+        LayoutCalibration((), 0, 5, chosen_peers=-1),
     ],
 )
 def test_what_no_coordinator_can_have_learned_is_not_taken_over(plan, told):
     run = Run(plan)
     run.calibration.take_over(told)
-    assert run.calibration.tell() == LayoutCalibration((), 0, -1)
+    assert run.calibration.tell() == LayoutCalibration((), 0, -1, chosen_peers=3)
 
 
 def test_what_was_learned_of_another_era_leaves_the_factor_alone(plan):
     run = Run(plan)
     run.calibration.take_over(LayoutCalibration(((2, -0.5, 10),), 7, 3, SLOW))
-    assert run.calibration.tell() == LayoutCalibration(((2, -0.5, 10),), 0, -1)
+    assert run.calibration.tell() == LayoutCalibration(((2, -0.5, 10),), 0, -1, chosen_peers=3)
 
 
 def test_a_plan_that_foresees_nothing_is_compared_with_nothing(plan):
@@ -339,16 +341,31 @@ def test_after_them_a_run_that_does_not_become_quicker_is_searched_for(beginning
 def test_a_first_layout_was_chosen_by_probes_so_it_counts_as_chosen_once_it_was_measured(plan):
     run = Run(plan, foreseen=5.0 * USUAL, today=USUAL)
     run.steps(WARM_UP_STEPS)
-    assert run.calibration.chosen_tokens_per_s == 0.0
+    assert run.calibration.chosen.tokens_per_s == 0.0
     run.steps(2 * OFF_STEPS)
-    assert run.calibration.chosen_tokens_per_s == pytest.approx(USUAL, rel=0.05)
+    assert run.calibration.chosen.tokens_per_s == pytest.approx(USUAL, rel=0.05)
     heir = Calibration()
     heir.obey(run.plan)
     heir.take_over(run.calibration.tell())
-    assert heir.chosen_tokens_per_s == run.calibration.chosen_tokens_per_s
+    assert heir.chosen.tokens_per_s == run.calibration.chosen.tokens_per_s
+
+
+def test_a_layout_counts_the_peers_that_were_there_when_it_began_and_is_still_the_same_with_another_spare(plan):
+    run = Run(plan)
+    run.steps(WARM_UP_STEPS + 2 * OFF_STEPS)
+    seen = run.calibration.seen_tokens_per_s
+    run.calibration.obey(msgspec.structs.replace(plan, sequence=2, spares=(PeerID("d"), PeerID("e"))))
+    assert run.calibration.chosen.peers == 3
+    assert run.calibration.seen_tokens_per_s == seen > 0.0
+    heir = Calibration()
+    heir.obey(plan)
+    heir.take_over(run.calibration.tell())
+    assert heir.chosen.peers == 3
+    run.calibration.obey(msgspec.structs.replace(plan, era=1, spares=(PeerID("d"), PeerID("e"))))
+    assert run.calibration.chosen.peers == 5
 
 
 def test_a_later_layout_was_chosen_by_what_its_plan_predicts(plan):
     run = Run(plan)
     run.calibration.obey(msgspec.structs.replace(plan, era=1, foreseen=Foreseen(3.0 * USUAL, "compute", 1)))
-    assert run.calibration.chosen_tokens_per_s == 3.0 * USUAL
+    assert run.calibration.chosen.tokens_per_s == 3.0 * USUAL

@@ -255,7 +255,7 @@ def test_a_probe_is_as_uncertain_as_probes_have_been_and_more_on_a_shared_machin
     assert nothing[C].variance == pytest.approx(WIDE)
     assert nothing[A].variance == pytest.approx(WIDE + math.log(2) ** 2)
     alike = believed(working(a=5e11, b=5e11), claims, seen="ab")
-    assert alike[C].variance < WIDE, "every probe has been off by the same factor"
+    assert alike[C].variance < 0.2 * WIDE, "every probe has been off by the same factor"
     apart = believed(working(a=1e12, b=5e10), claims, seen="ab")
     assert apart[C].variance > WIDE
 
@@ -263,7 +263,7 @@ def test_a_probe_is_as_uncertain_as_probes_have_been_and_more_on_a_shared_machin
 def test_a_speed_of_jobs_is_narrow_and_grows_old():
     now, later = (believed(working(a=5e11), {A: 1e12}, now_s=s, seen="a")[A] for s in (0.0, 600.0))
     assert now.variance < 0.1**2 < 0.2**2 < later.variance < 0.25**2
-    assert believed(working(a=5e11), {A: 1e12}, seen="")[A].variance > 0.5 * WIDE, "nobody else has seen it at work"
+    assert believed(working(a=5e11), {A: 1e12}, seen="")[A].variance == WIDE, "nobody else has seen it at work"
 
 
 def test_a_figure_far_from_the_average_widens_it():

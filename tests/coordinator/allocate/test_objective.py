@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.coordinator.allocate.interface import FORECAST_ERROR, MeasuredPeer, SwarmSnapshot
+from shoal.coordinator.allocate.interface import FORECAST_ERROR, Chosen, MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.measured import MeasuredNetwork
 from shoal.coordinator.allocate.objective import (
     AGREED_S,
@@ -292,10 +292,15 @@ def test_a_gain_is_believed_by_what_is_known_of_what_bounds_the_layout_and_by_ho
     assert 0.0 < unknown.believed < 0.05 * known.believed
     foreseen = throughput.cost(BEFORE).parts["tokens_per_s"]
     for promised in (0.2 * foreseen, 5.0 * foreseen):
-        changed = change_to(swarm(0.5, chosen_tokens_per_s=promised), topology, BEFORE, AFTER)
+        changed = change_to(swarm(0.5, chosen=Chosen(promised, 0)), topology, BEFORE, AFTER)
         assert changed is not None
         assert changed.believed > known.believed
-    assert change_to(swarm(0.5, chosen_tokens_per_s=foreseen), topology, BEFORE, AFTER) == unknown
+    assert change_to(swarm(0.5, chosen=Chosen(foreseen, 0)), topology, BEFORE, AFTER) == unknown
+    grown = change_to(swarm(0.5, chosen=Chosen(0.0, 1)), topology, BEFORE, AFTER)
+    assert grown is not None
+    assert grown.believed > 0.3 * known.gain
+    for shrunk_from in (2, 9):
+        assert change_to(swarm(0.5, chosen=Chosen(0.0, shrunk_from)), topology, BEFORE, AFTER) == unknown
 
 
 def test_another_number_of_stages_gains_what_the_live_one_has_disappointed() -> None:
