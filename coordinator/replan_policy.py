@@ -94,8 +94,6 @@ class ReplanPolicy:
         self.awaited: frozenset[PeerID] = frozenset()
         """Silent members that the run waits for, because without them it would have to roll back."""
         self._live_s = -math.inf
-        self._placed_s = 0.0
-        """When we first saw a live plan with the present stages and members."""
         self._due_s = math.inf
         """When the pending search became due; inf: no search is pending."""
         self._settled_for: Swarm | None = None
@@ -108,8 +106,6 @@ class ReplanPolicy:
         before = self.view.plan
         self.view.obey(plan, now_s, leads=leads)
         self._live_s = now_s
-        if before is None or places_of(plan) != places_of(before):
-            self._placed_s = now_s
         if before is None or plan.next_layout != before.next_layout:
             self._follows_s, self._change = now_s, None
         if before is None or plan.era != before.era:
@@ -335,8 +331,6 @@ class ReplanPolicy:
         if layout is not None and keeps_state(layout, live, look.peers):
             return _next(layout)
         is_off = view.calibration.is_off
-        if now_s < self._placed_s + PATIENCE_S_MAX and not view.roster.is_whole(live):
-            return None, ""  # without the members that still download, any other layout looks better
         is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):

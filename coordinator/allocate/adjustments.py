@@ -3,6 +3,7 @@
 - `filled` adds devices that the search left out. The objective uses means, so one more member shortens a step only in
   the slowest stage. But microbatches arrive unevenly, and a stage with spare time catches up after a wait. The search
   also ignores that the run goes back to a snapshot if a stage's only holder fails.
+- `backed` gives a stage that one machine holds alone a second one, from another stage.
 - `with_fewest_moves` exchanges the places of devices that are equal for the objective, so that fewer bytes of state
   travel: a device that has layers should keep them.
 """
@@ -19,7 +20,7 @@ from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.allocate.throughput_search import assignment_of, stages_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
-from shoal.protocol.topology import Floats
+from shoal.protocol.topology import Floats, Topology
 
 TRIED = 8
 """Only this many devices without a stage are tried in the stages. Each costs up to one evaluation for each stage."""
@@ -30,16 +31,11 @@ AS_GOOD = 1.0 + GAIN_MIN
 
 
 def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
-    """Add left-out devices to `placement`, and a second machine to stages that one machine holds alone, where it pays.
+    """Add left-out devices to `placement` where it pays.
 
-    Left-out devices are tried fastest first. Each is tried in the stages with a sole holder first, then in those that
-    compute longest. It joins a stage only if the step, plus the cost of failures of sole holders, gets no longer. Then
-    a device of another stage may join a stage with a sole holder, or swap with that holder, if this shortens the step.
-    """
+    They are tried fastest first, each in the stages with a sole holder first, then in those that compute longest. A
+    device joins a stage only if the step, plus the cost of failures of sole holders, gets no longer."""
     topology, workload = throughput.topology, throughput.workload
-
-    def num_machines(stage: Sequence[int]) -> int:
-        return len(set(topology.card[list(stage)].tolist()))  # peers of one machine share its network card
 
     def computes_s(k: int) -> float:
         flop = workload.job_flop(placement.bounds[k], placement.bounds[k + 1])
@@ -49,14 +45,21 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
     left_out = sorted(placement.spares(topology.num_devices), key=lambda d: (-topology.flop_per_s[d], d))
     for device in left_out[:TRIED]:
         stages = placement.stages
-        for k in sorted(range(len(stages)), key=lambda k: (min(2, num_machines(stages[k])), -computes_s(k))):
+        for k in sorted(range(len(stages)), key=lambda k: (min(2, _num_machines(topology, stages[k])), -computes_s(k))):
             joined = placement.with_moves({device: k})
             if (joined_s := losses.step_s(throughput, joined)) <= AS_GOOD * step_s and math.isfinite(joined_s):
                 placement, step_s = joined, joined_s
                 break
+    return placement
+
+
+def backed(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
+    """Let a device of another stage join a stage that one machine holds alone, or swap with that holder, if this
+    shortens the step plus the cost of failures of sole holders."""
+    step_s = losses.step_s(throughput, placement)
     for k in range(len(placement.stages)):
         stages = placement.stages
-        if num_machines(stages[k]) > 1:
+        if _num_machines(throughput.topology, stages[k]) > 1:
             continue
         others = [(device, other) for device, other in placement.stage_of().items() if other != k]
         moves = [placement.with_moves({device: k}) for device, _ in others]
@@ -66,6 +69,10 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
             step_s = min(seconds)
             placement = moves[seconds.index(step_s)]
     return placement
+
+
+def _num_machines(topology: Topology, stage: Sequence[int]) -> int:
+    return len(set(topology.card[list(stage)].tolist()))  # peers of one machine share its network card
 
 
 def with_fewest_moves(objective: ThroughputObjective, current: Placement, found: Placement) -> Placement:

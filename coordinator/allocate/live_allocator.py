@@ -18,7 +18,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import TRIED, filled, with_fewest_moves
+from shoal.coordinator.allocate.adjustments import TRIED, backed, filled, with_fewest_moves
 from shoal.coordinator.allocate.at_once import plan_at_once
 from shoal.coordinator.allocate.greedy import (
     Choose,
@@ -138,9 +138,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Choose the spares and newcomers that get a stage now, and return the others. Let n be the number of lost members
-    or of stages with a sole holder, whichever is larger. At most n peers get a stage: those that help most, but none
-    that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Choose the spares and newcomers that replace lost members, and return the others. They are those that help most,
+    but none that lengthens the step. A search finds places for more. A peer that lost its place because it cannot reach
+    others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -155,8 +155,7 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
         if (peer := by_id.get(p)) is not None and p not in holding and snapshot.unreachable and not peer.draining
     ]
     free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
-    num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
-    num_needed = max(num_lost, len(_alone(slots)))
+    num_needed = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
@@ -181,7 +180,7 @@ def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
     work = max(usual, min(FIRST_TIMES * usual, FIRST_WORK_MAX))
     throughput, losses = ThroughputObjective(topology, workload), SoleHolders(snapshot, topology)
     each = plan_each(topology, workload, num_stages=snapshot.num_stages, seed=seed, work=work)
-    each = [filled(throughput, losses, searched) for searched in each]
+    each = [backed(throughput, losses, filled(throughput, losses, searched)) for searched in each]
     placement = min(each, key=lambda found: _mean_step_s(throughput, losses, found))
     stages, spares = _stages_of(snapshot, topology, workload, placement)
     reason = first_reason(len(snapshot.peers), len(stages))
@@ -251,42 +250,41 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
     or is empty if there is none. `reason` says why the live layout must stay for now; empty: it need not."""
     by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
-    placed = {peer.peer: slot.index for slot in slots for peer in slot.holders}
-    free = [
-        number
-        for number, peer in enumerate(snapshot.peers)
-        if peer.peer not in placed or peer.synced_stage == placed[peer.peer]
-    ]
+    for slot in slots:
+        if not any(peer.synced_stage == slot.index for peer in slot.holders):
+            return [], f"no member of stage {slot.index} has its state yet"
     assert snapshot.workload is not None
-    topology = topology_of(snapshot).take(free)
+    topology = topology_of(snapshot)
     workload = _by_stage(snapshot.workload, previous.stages)
     number = {name: device for device, name in enumerate(topology.names)}
     current = Placement(
-        stages=tuple(tuple(sorted(number[p.peer] for p in slot.holders if p.peer in number)) for slot in slots),
+        stages=tuple(tuple(sorted(number[peer.peer] for peer in slot.holders)) for slot in slots),
         bounds=tuple(range(len(slots) + 1)),
     )
-    if not all(current.stages):
-        return [], f"no member of stage {current.stages.index(())} has its state yet"
     found, _ = plan(
         topology,
         workload,
         num_stages=len(slots),
         seed=seed,
-        work=default_work(len(free)),
+        work=default_work(topology.num_devices),
         current=current,
         horizon_s=snapshot.horizon_s,
         stayers=tuple(max(math.ceil(STAY * len(held)), min(len(held), HOLDERS_MIN)) for held in current.stages),
     )
-    num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    objective = LayoutObjective(snapshot, topology, workload, current)
-    change = objective.change_to(found) if num_moved else None
-    if change is None:
+    objective, losses = LayoutObjective(snapshot, topology, workload, current), SoleHolders(snapshot, topology)
+    options = {filled(objective.throughput, losses, placement) for placement in (found, current)} - {current}
+    changes = [(change, option) for option in options if (change := objective.change_to(option)) is not None]
+    if not changes:
         return [], ""
+    change, found = max(changes, key=lambda one: one[0].work_s(snapshot.horizon_s))
+    num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
     _refill(slots, found, topology, by_id)
     holding = {peer.peer for slot in slots for peer in slot.holders}
     spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
-    stages = _shared(topology_of(snapshot), snapshot.workload, tuple(stage_of(slot) for slot in slots))
+    stages = _shared(topology, snapshot.workload, tuple(stage_of(slot) for slot in slots))
     why = f"for {100 * change.gain:.0f} % more" if math.isfinite(change.gain) else f"since {objective.live.why}"
+    if change.gain < 0.005:
+        why = "so that fewer stages have a sole holder"
     reason = f"search: {num_moved} {'peer moves' if num_moved == 1 else 'peers move'} {why}"
     layout = Layout(stages=stages, spares=spares, reason=reason)
     return [(change, layout)], ""
@@ -309,7 +307,8 @@ def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[C
     )
     found = []
     for searched in each:
-        placement = with_fewest_moves(objective.throughput, current, filled(objective.throughput, losses, searched))
+        full = backed(objective.throughput, losses, filled(objective.throughput, losses, searched))
+        placement = with_fewest_moves(objective.throughput, current, full)
         if placement.bounds == current.bounds:
             continue
         change = objective.change_to(placement) if all(current.stages) else None

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from shoal.coordinator.allocate.adjustments import filled
+from shoal.coordinator.allocate.adjustments import backed, filled
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.cost.placement import Placement
@@ -41,7 +41,8 @@ def with_idle_devices(throughput, placement):
         for name in throughput.topology.names
     )
     snapshot = SwarmSnapshot(peers=peers, layer_costs=WORKLOAD.layer_flop, num_stages=None)
-    return filled(throughput, SoleHolders(snapshot, throughput.topology), placement)
+    losses = SoleHolders(snapshot, throughput.topology)
+    return backed(throughput, losses, filled(throughput, losses, placement))
 
 
 def test_a_device_that_costs_nothing_joins_the_stage_that_computes_longest():

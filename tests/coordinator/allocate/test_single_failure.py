@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from shoal.coordinator.allocate.adjustments import filled
+from shoal.coordinator.allocate.adjustments import backed, filled
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
 from shoal.coordinator.allocate.objective import SoleHolders
 from shoal.coordinator.cost.placement import Placement
@@ -52,7 +52,8 @@ def objective_of(num_peers, bytes_per_s, has_data=1.0, card=None):
 
 
 def settle(throughput, placement, snapshot):
-    return filled(throughput, SoleHolders(snapshot, throughput.topology), placement)
+    losses = SoleHolders(snapshot, throughput.topology)
+    return backed(throughput, losses, filled(throughput, losses, placement))
 
 
 def test_what_a_lone_holder_costs_is_its_chance_to_fail_times_what_going_back_costs():
