@@ -248,7 +248,6 @@ def _stays(change: Change | None, horizon_s: float) -> str:
 def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tuple[Change | None, Layout]], str]:
     """Search for a layout with the live boundaries. Returns: (a list, reason). The list has the best (change, layout),
     or is empty if there is none. `reason` says why the live layout must stay for now; empty: it need not."""
-    by_id = {peer.peer: peer for peer in snapshot.peers}
     slots = slots_of(snapshot, previous)
     for slot in slots:
         if not any(peer.synced_stage == slot.index for peer in slot.holders):
@@ -278,7 +277,10 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
         return [], ""
     change, found = max(changes, key=lambda one: one[0].work_s(snapshot.horizon_s))
     num_moved = sum(current.stage_of().get(d) != found.stage_of().get(d) for d in range(topology.num_devices))
-    _refill(slots, found, topology, by_id)
+    for slot, stage in zip(slots, found.stages, strict=True):
+        members = [snapshot.peers[device] for device in stage]
+        stay = [peer for peer in slot.holders if peer in members]
+        slot.holders = stay + [peer for peer in members if peer not in stay]
     holding = {peer.peer for slot in slots for peer in slot.holders}
     spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
     stages = _shared(topology, snapshot.workload, tuple(stage_of(slot) for slot in slots))
@@ -366,15 +368,6 @@ def _by_stage(workload: Workload, stages: Sequence[Stage]) -> Workload:
         memory=workload.memory.by_stage(sums),
         experts=experts and replace(experts, parameters=sums(experts.parameters)),
     )
-
-
-def _refill(slots: list[Slot], found: Placement, topology: Topology, by_id: dict[PeerID, MeasuredPeer]) -> None:
-    """Put the devices of `found` into `slots`. Current holders that stay, or were not in the search, come first."""
-    free = set(topology.names)
-    for slot, stage in zip(slots, found.stages, strict=True):
-        members = [by_id[PeerID(topology.names[device])] for device in stage]
-        stay = [peer for peer in slot.holders if peer in members or peer.peer not in free]
-        slot.holders = stay + [peer for peer in members if peer not in stay]
 
 
 def _shared(topology: Topology, workload: Workload, stages: tuple[Stage, ...]) -> tuple[Stage, ...]:
