@@ -76,8 +76,9 @@ class Departure:
                     await self._until_counted_out(until_s)
                 if await membership.drain(left_s, unless=lambda: self._is_last(membership)):
                     return True
-                if not self._is_last(membership) or (plan := self._plans.newest) is None:
-                    return saved
+                plan = self._plans.newest
+                if not self._is_last(membership) or plan is None or plan.era != membership.core.plan.era:
+                    return saved  # in another era our layers may be of other stages
                 membership.stay(plan)  # we are the last holder now: take traffic until the halt
             elif not tried:
                 await self._halt(membership, until_s)

@@ -365,6 +365,15 @@ def test_a_layout_counts_the_peers_that_were_there_when_it_began_and_is_still_th
     assert run.calibration.chosen.peers == 5
 
 
+def test_a_layout_that_lost_a_member_is_still_the_one_that_was_chosen(plan):
+    run = Run(plan)
+    run.calibration.obey(msgspec.structs.replace(plan, era=1, foreseen=Foreseen(3.0 * USUAL, "compute", 1)))
+    first = msgspec.structs.replace(plan.stages[0], members=plan.stages[0].members[:1])
+    stages, foreseen = (first, plan.stages[1]), Foreseen(0.1 * USUAL, "compute", 1)
+    run.calibration.obey(msgspec.structs.replace(plan, era=1, sequence=2, stages=stages, foreseen=foreseen))
+    assert run.calibration.chosen == (3.0 * USUAL, 3)
+
+
 def test_a_later_layout_was_chosen_by_what_its_plan_predicts(plan):
     run = Run(plan)
     run.calibration.obey(msgspec.structs.replace(plan, era=1, foreseen=Foreseen(3.0 * USUAL, "compute", 1)))

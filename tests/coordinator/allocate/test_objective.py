@@ -298,7 +298,7 @@ def test_a_gain_is_believed_by_what_is_known_of_what_bounds_the_layout_and_by_ho
     assert change_to(swarm(0.5, chosen=Chosen(foreseen, 0)), topology, BEFORE, AFTER) == unknown
     grown = change_to(swarm(0.5, chosen=Chosen(0.0, 1)), topology, BEFORE, AFTER)
     assert grown is not None
-    assert grown.believed > 0.3 * known.gain
+    assert grown.believed > 1.5 * unknown.believed
     for shrunk_from in (2, 9):
         assert change_to(swarm(0.5, chosen=Chosen(0.0, shrunk_from)), topology, BEFORE, AFTER) == unknown
 
