@@ -183,8 +183,9 @@ class Calibration:
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._promised_gain = self._gain_of(plan) if peers == self._peers else 0.0
-            if not (self._peers - peers and self._layout is not None and _bounds(places) == _bounds(self._layout[1])):
-                self.chosen = Chosen(self._promised_tokens_per_s, len(peers))  # else a repair: nobody has chosen it
+            same = self._layout is not None and [place[:2] for place in self._layout[1]] == [p[:2] for p in places]
+            if not (same and self._peers - peers):  # else it is a repair, which no search has chosen
+                self.chosen = Chosen(self._promised_tokens_per_s, len(peers))
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
             self._shown_tokens_per_s, self.rejected = 0.0, ""
@@ -326,10 +327,6 @@ class Calibration:
             reason = f"nothing runs ahead in the first {self._synchronous_steps} steps"
         rejected = f"; {self.rejected}" if self.rejected else ""
         return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}{rejected}"
-
-
-def _bounds(places: tuple[Place, ...]) -> list[tuple[int, int]]:
-    return [(first, last) for first, last, _ in places]
 
 
 def _is_possible(num_stages: int, log: float, steps: int) -> bool:

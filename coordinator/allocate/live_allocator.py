@@ -75,10 +75,7 @@ class EvolutionaryAllocator:
             return Layout(stages=stages, spares=spares, reason=first_reason(len(snapshot.peers), len(stages)))
         place = _Place(snapshot, topology, snapshot.workload)
         standby = _standby(snapshot, previous, place)
-        known = {*standby, *(peer for stage in previous.stages for peer in stage.peers)} if previous else set()
-        few = sum(peer.peer not in known for peer in snapshot.peers) <= TRIED
-        choose = place.choose if previous and few else None
-        layout = _arranged(snapshot, previous, seed, standby, choose)
+        layout = _arranged(snapshot, previous, seed, standby, place.choose if previous else None)
         return replace(layout, stages=_shared(topology, snapshot.workload, layout.stages))
 
     def prepare(self) -> None:
