@@ -38,9 +38,11 @@ NOTHING_TO_READ = (
 )
 """Why the run waits if the coordinator's own snapshots are damaged or lost."""
 PATIENCE_S_MAX = 600.0
-"""Longest wait for a silent peer that holds the only copy of a state, and for members that download their stage's."""
+"""Longest wait for a silent peer that holds the only copy of a state."""
 NOTICE_HEARTBEATS = 3.0
 """Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
+SURE_HEARTBEATS = 6.0
+"""Like `NOTICE_HEARTBEATS`, but longer: `_sooner` adds no spare step to this time, so it must be enough by itself."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A change of layout waits for downloads until none has progressed for `END_PATIENCE_S` or this many steps, whichever
@@ -201,18 +203,18 @@ class ReplanPolicy:
         if waits_for:
             return None, waits_for  # a plan now would remove the silent peer, and its state
         layout, reason = self._repaired(look, live)
-        too_few = layout is None and (bool(lost) or (not_started and live.era > 0))  # `min_peers` is for a run's start
+        too_few = layout is None and bool(lost)  # `min_peers` applies to the start of a run only
         self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
-        if anew := now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
+        if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now all peers have reported what they saved when the last holder left.
             layout = self._divided_anew(look)
         if layout is None:
-            self._settled_for = None if too_few else swarm
+            self._settled_for = swarm
             return None, reason
-        if lost or anew:
+        if lost:
             within = view.catalog(now_s, among=layout)  # other peers' snapshots cannot be downloaded
             beginning = self._beginning(live, within)
-            what = f"{group_name(live, lost[0])} has no holder left" if lost else "too few peers are left"
+            what = f"{group_name(live, lost[0])} has no holder left"
             if beginning.version == view.version_max == view.version_said > 0:  # reported by the last member to leave
                 what, beginning = "the run was stopped", replace(beginning, loses=False)
             # If a part of the swarm still trains, an older snapshot now is better than a newer one later.
@@ -422,11 +424,36 @@ class ReplanPolicy:
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
         cutover_version = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), 256)
+        if times == 1:
+            cutover_version = self._sooner(live, stages, now_s, cutover_version=cutover_version)
         if cutover_version >= view.spec.training.steps:
             return None, ""  # the run is over before it pays
         self._ends_s, self._notice = now_s, times
         reason = f"{why}: at step {cutover_version}"
         return _next(_same(live, reason, cutover_version=cutover_version, next_layout=stages))
+
+    def _sooner(self, live: Plan, stages: Sequence[Stage], now_s: float, *, cutover_version: int) -> int:
+        """Return the cheapest version for the change: `cutover_version`, the first version of which all members learn
+        in time, or the one after that. An early change spares slow steps, but repeats the part of a step that was
+        begun. If a stage has its maximum lead already, it waits, and one step less of notice is enough."""
+        view, pace = self.view, self.view.ledger.pace
+        slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
+        if slow is None or quick is None:
+            return cutover_version
+        sure_s = SURE_HEARTBEATS * self._heartbeat_s
+        if view.version_max > view.ledger.step + view.spec.training.s_max:
+            sure_s -= pace.usual_step_s
+        expected = pace.commits_within(sure_s, now_s, believed_s=view.spec.tokens_per_step / slow.tokens_per_s)
+        if expected is None:
+            return cutover_version
+        commits, begun = expected
+        first = view.version_max + commits
+        if not live.restore_version < first < cutover_version:
+            return cutover_version
+        waits = (cutover_version - first) * (1.0 / slow.tokens_per_s - 1.0 / quick.tokens_per_s)
+        if waits > begun / quick.tokens_per_s:
+            return first
+        return first + 1 if waits > 0.0 else cutover_version
 
     def _end(self, live: Plan, catalog: CheckpointCatalog, now_s: float) -> tuple[Next, str]:
         """Return the next layout, once all groups are at the version at which the live layout ends."""

@@ -123,6 +123,26 @@ class TokenRate:
         late_s = self._late_s(now_s, LATE_STEPS)
         return min(rate, self._tokens_per_step / late_s) if late_s else rate
 
+    def commits_within(self, seconds: float, now_s: float, *, believed_s: float = 0.0) -> tuple[int, float] | None:
+        """Return (expected commits in the next `seconds`, fraction of the following step done by then) at the current
+        pace; None before the second step.
+
+        Args:
+            seconds: if negative, the progress of the current step counts only up to that time in the past.
+            believed_s: predicted time of a step. A late step counts with this time or, if longer, the time that it has
+                taken."""
+        if len(self._marks) < 2:
+            return None
+        before, last = self._marks[-2], self._marks[-1]
+        idle_s = max(0.0, now_s - last.at_s)
+        step_s = max(self.usual_step_s, (last.at_s - before.at_s) / last.num_steps)
+        if idle_s > step_s:
+            step_s = max(idle_s, believed_s)
+        if step_s <= 0.0:
+            return None
+        part, whole = math.modf(max(0.0, idle_s + seconds) / step_s)
+        return int(whole), part
+
     def idle_s(self, now_s: float) -> float | None:
         """Return the time since the last commit; None: no commit is known."""
         return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None

@@ -135,9 +135,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Choose the spares and newcomers that replace lost members, and return the others. They are those that help most,
-    but none that lengthens the step. A search finds places for more. A peer that lost its place because it cannot reach
-    others counts as a spare."""
+    """Choose the spares and newcomers that get a stage now, and return the others. Let n be the number of lost members
+    or of stages with a sole holder, whichever is larger. At most n peers get a stage: those that help most, but none
+    that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -152,7 +152,8 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
         if (peer := by_id.get(p)) is not None and p not in holding and snapshot.unreachable and not peer.draining
     ]
     free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
-    num_needed = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
+    num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
+    num_needed = max(num_lost, len(_alone(slots)))
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}

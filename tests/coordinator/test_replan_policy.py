@@ -193,28 +193,6 @@ def test_too_few_peers_is_said_and_waited_for(policy, make_live, hear):
     assert "back to version 50" in reason
 
 
-@pytest.mark.parametrize("era", [0, 1])
-def test_an_era_that_has_not_begun_is_divided_anew_if_too_few_are_left_but_a_run_waits_for_its_first_peers(
-    policy, make_live, hear, era
-):
-    live = make_live(era=era, restore_version=0)
-    begin_with_two_left(policy, live, died_s=30.0)
-    for now_s in (30.0, 31.0):
-        hear("ac", now_s=now_s, version=0, synced=False)
-        draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
-        assert draft is None
-        assert reason == "no new plan: 2 peers cannot hold 3 stages" or (era == 0 and now_s > 30.0), "it was said"
-    now_s = 30.0 + TOLD_HEARTBEATS * SPEC.swarm.heartbeat_s
-    hear("ac", now_s=now_s, version=0, synced=False)
-    draft, reason = policy.next_plan(live.plan, now_s, sequence=2)
-    if era == 0:
-        assert draft is None
-    else:
-        assert len(draft.stages) == 1
-        assert (draft.beginning.era, draft.beginning.version) == (2, 0)
-        assert reason.startswith("too few peers are left: back to the seed")
-
-
 @pytest.fixture(params=[2, 6])
 def two_left(make_live, make_heartbeat, request):
     """(who has copies of which stages, now) -> what comes next, where a and c are left of a run that begins with

@@ -543,6 +543,54 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
     assert again.cutover_version == far + SPEC.training.s_max + 1 + 2 * notice
 
 
+@pytest.mark.parametrize(
+    ("step_s", "times", "cutover_version"),
+    [
+        pytest.param(40.0, 3.0, 57, id="what has begun is made again"),
+        pytest.param(40.0, 1.05, 58, id="hardly quicker: the step that has begun is ended, and no more"),
+        pytest.param(40.0, 0.95, 60, id="slower, as far as is foreseen"),
+        pytest.param(1.0, 3.0, 62, id="steps are short: all members have to know of it first"),
+    ],
+)
+def test_a_slow_layout_ends_at_the_version_that_is(
+    policy, make_heartbeat, monkeypatch, step_s, times, cutover_version, preparing
+):
+    """Args: times: what follows should be so many times quicker."""
+    plan, now_s = preparing
+    for step in range(50, 57):
+        policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - (56.5 - step) * step_s)
+
+    def predict_step_time(stages, now_s):
+        return Foreseen(100.0 * (times if len(stages) == 2 else 1.0), "compute", 0)
+
+    monkeypatch.setattr(policy.view, "predict_step_time", predict_step_time)
+    hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
+    draft, _ = policy.next_plan(plan, now_s, sequence=2)
+    assert draft.cutover_version == cutover_version
+
+
+@pytest.mark.parametrize(("ahead", "more"), [(1, 1), (2, 0)], ids=["it may go on", "it waits for the others"])
+def test_a_stage_that_waits_for_the_others_does_not_pass_the_end_with_their_next_commit(
+    policy, make_heartbeat, monkeypatch, ahead, more, preparing
+):
+    """Steps took 10 s, and now the one under way has taken 40 s; a plan is known to everybody after 6 s.
+
+    Args: ahead: how many versions the first stage is ahead of the others; more: how many it may make by then."""
+    assert SPEC.training.s_max == 1
+    plan, now_s = preparing
+    for step in range(50, 57):
+        policy.view.ledger.pace.committed(0, step, SPEC.tokens_per_step, now_s - 40.0 - (56 - step) * 10.0)
+
+    def predict_step_time(stages, now_s):
+        return Foreseen(SPEC.tokens_per_step / (10.0 if len(stages) == 2 else 30.0), "compute", 0)
+
+    monkeypatch.setattr(policy.view, "predict_step_time", predict_step_time)
+    hear_fetching(policy, make_heartbeat, plan, 0, now_s=now_s)
+    policy.view.ledger.note_version(0, 57 + ahead)
+    draft, _ = policy.next_plan(plan, now_s, sequence=2)
+    assert draft.cutover_version == 57 + ahead + more
+
+
 @pytest.mark.parametrize("change", ["leaves", "dies"])
 def test_a_layout_does_not_end_if_a_member_goes(policy, hear, make_plan, live, halves, change):
     plan = ending(make_plan, live, halves, cutover_version=60)

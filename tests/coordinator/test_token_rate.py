@@ -161,3 +161,21 @@ def test_the_newest_step_counts_as_soon_as_it_is_late():
     pace.committed(0, 11, TOKENS, 140.0)
     assert pace.newest(141.0) == pytest.approx(TOKENS / 40.0)
     assert TokenRate(tokens_per_step=TOKENS).newest(9.0) == pace_of([1.0]).newest(9.0) == 0.0
+
+
+def test_commits_are_expected_as_the_last_steps_came():
+    pace = pace_of(every(10.0, until_s=100.0))
+    assert pace.commits_within(6.0, 103.0) == (0, pytest.approx(0.9))
+    assert pace.commits_within(6.0, 105.0) == (1, pytest.approx(0.1))
+    pace.committed(0, 11, TOKENS, 140.0)
+    assert pace.commits_within(6.0, 160.0) == (0, pytest.approx(26.0 / 40.0))
+    assert pace_of([1.0]).commits_within(6.0, 9.0) is None
+
+
+def test_a_step_that_is_late_takes_what_is_believed_of_it_or_has_taken_longer():
+    pace = pace_of(every(10.0, until_s=100.0))
+    assert pace.commits_within(6.0, 130.0, believed_s=40.0) == (0, pytest.approx(36.0 / 40.0))
+    assert pace.commits_within(6.0, 130.0, believed_s=20.0) == (1, pytest.approx(6.0 / 30.0))
+    assert pace.commits_within(6.0, 103.0, believed_s=40.0) == (0, pytest.approx(0.9)), "it is not late"
+    assert pace.commits_within(-6.0, 130.0) == (0, pytest.approx(24.0 / 30.0))
+    assert pace.commits_within(-6.0, 103.0) == (0, 0.0)
