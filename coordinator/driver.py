@@ -81,7 +81,7 @@ TURNED_AWAY_TIMES = 5
 FAREWELL_HEARTBEATS = 0.5
 """Time to tell excluded members of their exclusion before all peers stop talking to them."""
 SIGN_HEARTBEATS = 0.5
-"""The core hears of a member's signs of life at most once in this time, since hundreds may arrive in a second."""
+"""The core is told that a member is alive at most once in this time: hundreds of frames may arrive in a second."""
 LEAVE_HEARTBEATS = 10.0
 """How long a leaving coordinator tries to transfer the role: enough time to ask two peers."""
 

@@ -36,7 +36,7 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.spec import RunSpec
 
 PROBE_EVERY_S = 60.0
-"""The seconds between two measurements of a device whose peer stands by."""
+"""A peer that stands by measures its device again after this many seconds."""
 
 
 class PeerDriver:

@@ -356,7 +356,7 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     chosen: float = 0.0
     """Tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     chosen_peers: int = 0
-    """Number of the run's peers when the live layout began; 0: unknown."""
+    """How many peers the run had when the live layout was chosen; 0: unknown."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):

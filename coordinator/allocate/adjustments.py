@@ -54,8 +54,8 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
 
 
 def backed(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
-    """Let a device of another stage join a stage that one machine holds alone, or swap with that holder, if this
-    shortens the step plus the cost of failures of sole holders."""
+    """Give stages that one machine holds alone a second machine: a device of another stage joins, or swaps with the
+    holder. It does so only if the step, plus the cost of failures of sole holders, gets shorter."""
     step_s = losses.step_s(throughput, placement)
     for k in range(len(placement.stages)):
         stages = placement.stages

@@ -77,7 +77,7 @@ class Chosen(NamedTuple):
     tokens_per_s: float
     """Predicted tokens/s of the layout; 0: unknown."""
     peers: int
-    """Number of the run's peers; 0: unknown."""
+    """How many peers the run had; 0: unknown."""
 
 
 NOT_CHOSEN = Chosen(0.0, 0)

@@ -142,7 +142,7 @@ class LayoutObjective:
             factor = snapshot.forecast_bias.factor(len(current.stages))
             self._changed = math.log(chosen.tokens_per_s / (factor * self.live.parts["tokens_per_s"]))
         self._grown = math.log(max(len(snapshot.peers) / (chosen.peers or math.inf), 1.0)) / math.sqrt(3.0)
-        """The gain that peers who came since then allow: anything from none to in proportion, as a root mean square."""
+        """The log of the gain that newcomers allow: the root mean square from none to one in proportion to peers."""
 
     def change_to(self, found: Placement) -> Change | None:
         """Estimate the gain and the cost of a move to `found`. Returns None if `found` is infeasible. Returns None also

@@ -491,7 +491,7 @@ class MicrobatchQueue:
         again = [Microbatch(step, index) for index in range(self.book.microbatches) if indices >> index & 1]
         parts, commands = self._shared(again, now_s), list[QueueCommand]()
         for microbatch in again:
-            self._took(microbatch, now_s)  # else a slow leader, whose work other members repeat, never looks slow
+            self._took(microbatch, now_s)  # else a slow leader never looks slow, since others repeat its work
         for peer, part in parts.items():
             if peer == self.group.me:
                 commands += [Make(microbatch, True) for microbatch in part]
