@@ -190,10 +190,10 @@ class ReplanPolicy:
         if live.cutover_version and not lost and is_whole:
             return self._end(live, catalog, now_s)
         is_quiet = swarm == self._settled_for and not lost and not under_way
-        if view.certificates.is_due and not (live.cutover_version or lost or under_way):
+        if is_quiet and view.certificates.is_due and not live.cutover_version:
             # The vote of a member that leaves may be needed for the plan that certifies it.
             leaves = any(map(view.roster.draining, live.members))
-            if leaves or (is_quiet and now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s):
+            if leaves or now_s >= self._live_s + CERTIFY_HEARTBEATS * self._heartbeat_s:
                 return _next(Layout.of(live, f"step {view.certificates.newest[1]} is certified"))
         if is_quiet and live.next_layout and not live.cutover_version:
             return self._prepared(live, look)

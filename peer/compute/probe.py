@@ -7,7 +7,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from functools import partial
 
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.encoding.vectors import VECTORS, Vectors
@@ -20,6 +20,9 @@ from shoal.protocol.messages import LinkReport, Ping, ProbeChunk, Probed, ProbeT
 from shoal.protocol.ports import Clock, Compute, Payload, Priority
 from shoal.protocol.spec import RunSpec
 
+_DEVICE_S = 0.5
+"""Seconds for which a device is measured: several periods of a container's quota, which are usually 0.1 s long."""
+_FORWARDS_MAX = 64
 _QUICK_S = 0.05
 """A transfer that takes fewer seconds gives no usable rate: reading clocks, waking up and answering take as long."""
 _ROUND_TRIPS_MIN = 1.5
@@ -38,7 +41,7 @@ _MARK, _UNANSWERED = -1, -2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceProbe:
-    """A measured device. `flop_per_s` is the median of five forwards of one decoder layer at the run's shape, in the
+    """A measured device. `flop_per_s` is the speed of repeated forwards of one decoder layer at the run's shape, in the
     dtype of the peer's matrix products."""
 
     device: str
@@ -49,16 +52,24 @@ class DeviceProbe:
 async def probe_device(
     spec: RunSpec, compute: Compute, arithmetic: Arithmetic, *, memory_bytes: int | None = None
 ) -> DeviceProbe:
-    """Time five forwards of one decoder layer. Args: memory_bytes: memory to report; None: the device's free memory."""
+    """Time forwards of one decoder layer for `_DEVICE_S`. Args: memory_bytes: memory to report; None: the device's free
+    memory."""
     forward = arithmetic.probe_job()
     flop = forward_flop(spec.model, "layers.0", spec.training.microbatch_size * spec.model.context)
-    seconds = []
-    for _ in range(6):  # the first one warms up
-        timed = await compute.run("probe", forward, flop=flop)
-        seconds.append(timed.ended_s - timed.started_s)
+
+    def repeat(times: int) -> None:
+        for _ in range(times):
+            forward()
+
+    async def seconds(times: int) -> float:
+        timed = await compute.run("probe", partial(repeat, times), flop=times * flop)
+        return max(timed.ended_s - timed.started_s, 1e-9)
+
+    await seconds(1)  # warms up
+    times = min(math.ceil(_DEVICE_S / await seconds(1)), _FORWARDS_MAX)
     return DeviceProbe(
         device=arithmetic.device_name,
-        flop_per_s=flop / max(median(seconds[1:]), 1e-9),
+        flop_per_s=times * flop / await seconds(times),
         memory_bytes=arithmetic.free_bytes() if memory_bytes is None else memory_bytes,
     )
 

@@ -1,11 +1,12 @@
 """Lets a peer leave the run without losing trained state.
 
 If another member with the same layers stays, we drain: we finish our work and wait until it is committed
-(`GroupMembership.drain`). If no such member stays, we are the last holder, and our layers would be lost to the run
-until we come back. So a last holder does three things:
+(`GroupMembership.drain`). If no such member stays, we are a last holder: alone, or with members that leave too. Our
+layers would be lost to the run until we come back. So each last holder does three things:
 
     halt   ask stage 0's leader (`Halt`) to begin no further step; the answer is the version at which all stages stop
-    save   at that version, have every member write its layers to its disk (`Save`), and other peers keep copies of ours
+    save   at that version, write our layers to our disk and sign them: a majority of the group certifies a version.
+           One last holder of the group also has all members of the run save (`Save`), and other peers keep copies
     stay   if a new plan gives our place to another peer, wait until that peer holds our layers
 
 So the disks have a complete snapshot of one version, from which the run can go on, whether only we leave or all peers.
@@ -71,6 +72,7 @@ class Departure:
         began_s = self._clock.now_s()
         saved = tried = False
         while (left_s := until_s - self._clock.now_s()) > 0.0:
+            await self._until(lambda: self._is_known(membership), until_s)
             if not self._is_last(membership):
                 if saved:
                     await self._until_counted_out(until_s)
@@ -90,16 +92,19 @@ class Departure:
                 await asyncio.sleep(_POLL_S)
         return saved
 
+    def _is_known(self, membership: Part) -> bool:
+        """True if each full member knows that we leave. Without this, two members that leave at the same moment would
+        each believe that the other one stays."""
+        return all(map(self._neighbours.knows_that_we_leave, membership.core.group.full_members))
+
     def _is_last(self, membership: Part) -> bool:
-        """True if our layers would be lost with us: all full members leave, and we rank first. Else, or without a whole
-        state, or after the run's last step: False."""
+        """True if our group would lose its layers since all its full members leave. Else, or without a whole state, or
+        after the run's last step: False."""
         group = membership.core.group
         if not membership.is_ready or group.is_learner or membership.version >= self._spec.training.steps:
             return False
-        if any(not self._neighbours.leaves(mate, membership) for mate in group.full_members):
-            return False  # a member stays; members that no plan names drain already, and are not asked
-        rank, _ = group.standing
-        return rank == 0
+        # members that no plan names drain already, and are not asked
+        return all(self._neighbours.leaves(mate, membership) for mate in group.full_members)
 
     def _may_have_successor(self, membership: Part, began_s: float) -> bool:
         """True if a successor may still fetch our layers: a member that stays, or one that a coming plan may name."""
@@ -146,7 +151,8 @@ class Departure:
                 if self._halts_at is not None and membership.version >= self._halts_at:
                     return
                 await asyncio.sleep(_POLL_S)
-        logger.warning("leaving before the end of the step: version %d", membership.version)
+        if self._is_last(membership):
+            logger.warning("leaving before the end of the step: version %d", membership.version)
 
     async def _ask_for_halt(self, *, at_once: bool) -> int | None:
         """Ask for a halt. Returns: the version at which all stages stop; None: stage 0 has no leader at present.
@@ -169,7 +175,9 @@ class Departure:
         if state.version == 0:
             return True  # every peer can make version 0
         keepers: list[PeerID] = []
-        others = asyncio.create_task(self._ask_others_to_save(state.version, until_s), name="ask others to save")
+        rank, _ = membership.core.group.standing
+        others = self._ask_others_to_save(state.version, until_s) if rank == 0 else asyncio.sleep(0)
+        asking = asyncio.create_task(others, name="ask others to save")
         saved = False
         keys = list(state.layers)
         layers = keys[0] if len(keys) == 1 else f"{keys[0]} to {keys[-1]}"
@@ -179,14 +187,15 @@ class Departure:
             if saved:
                 await self._archive.note_rest(self._endpoint.era, state.version)
                 self._reports.say(f"saved {layers} at step {state.version}: the run can go on from there")
-            keepers = await self._copies.give(membership.group_id, state, until_s=until_s)
+            if rank == 0:
+                keepers = await self._copies.give(membership.group_id, state, until_s=until_s)
             if keepers:
                 machines = f"{len(keepers)} other machine{'s' if len(keepers) > 1 else ''}"
                 self._reports.say(f"{machines} saved {layers} at step {state.version} too")
         except TimeoutError:
             logger.error("the disk took longer than %.0f s: version %d is not saved", _SAVE_S, state.version)
         finally:
-            await others
+            await asking
         if not saved and not keepers:
             self.unsaved = self._archive.unsaved or f"step {state.version} is not saved: the disk is too slow"
         return saved

@@ -76,6 +76,12 @@ class Neighbours:
         presence = self._presences.get(peer)
         return presence is not None and not presence.draining
 
+    def knows_that_we_leave(self, peer: PeerID) -> bool:
+        """True if the peer has acknowledged an update which says that we leave, or is silent. Its acknowledgement is an
+        update too, so from now on one of us knows if both leave."""
+        told = self._told.get(peer)
+        return peer in self.silent or (told is not None and told.draining)
+
     def leaves(self, peer: PeerID, part: Part) -> bool:
         """True if the last update of `peer` says that it leaves the group of `part`, or the whole run."""
         if part is self._parts.stage:

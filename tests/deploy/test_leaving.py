@@ -146,11 +146,15 @@ def test_a_swarm_that_is_told_to_stop_goes_on_at_the_step_that_it_had(
         assert max(abs((told[step].loss or 0.0) - single[step]) for step in told) < 1e-4
 
 
-def test_replicas_that_stop_together_leave_a_whole_snapshot(spec: RunSpec) -> None:
+@pytest.mark.parametrize("later_s", [0.0, 0.4, 0.8, 1.2])
+def test_replicas_that_stop_together_leave_a_whole_snapshot(spec: RunSpec, later_s: float) -> None:
+    """A snapshot is certified if most members of each stage sign it, so both members of a stage must save it."""
+
     async def main() -> tuple[int, int]:
         all_ = Run(with_swarm(spec, min_peers=6), num_peers=6)
         all_.launch()
         await all_.until_step(5)
+        await asyncio.sleep(later_s)
         had = await all_.stop(all_.names)
         await asyncio.sleep(30.0)
         return had, await all_.begin_again()

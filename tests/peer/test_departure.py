@@ -41,7 +41,7 @@ def test_a_last_holder_takes_traffic_again_only_in_the_era_of_its_layers(era: in
         layers=SimpleNamespace(archive=None, copies=None),
         plans=SimpleNamespace(newest=SimpleNamespace(era=era)),
         parts=SimpleNamespace(all=(membership,)),
-        neighbours=SimpleNamespace(leaves=lambda *_: membership.is_last),
+        neighbours=SimpleNamespace(leaves=lambda *_: membership.is_last, knows_that_we_leave=lambda _: True),
         reports=None,
     )
     assert not asyncio.run(Departure(cast("Services", services)).run(9.0))
