@@ -203,19 +203,22 @@ class ReplanPolicy:
         if waits_for:
             return None, waits_for  # a plan now would remove the silent peer, and its state
         layout, reason = self._repaired(look, live)
-        too_few = layout is None and bool(lost)  # `min_peers` applies to the start of a run only
+        # `min_peers` applies to the start of a run only. An era that has not begun has no state that could be lost.
+        too_few = layout is None and (bool(lost) or not_started)
         self._too_few_s = min(self._last_sign_s(live, lost, now_s), self._too_few_s) if too_few else math.inf
         if now_s >= self._too_few_s + TOLD_HEARTBEATS * self._heartbeat_s:
             # By now all peers have reported what they saved when the last holder left.
             layout = self._divided_anew(look)
         if layout is None:
-            self._settled_for = swarm
+            self._settled_for = None if too_few else swarm
             return None, reason
-        if lost:
+        if lost or too_few:
             within = view.catalog(now_s, among=layout)  # other peers' snapshots cannot be downloaded
             beginning = self._beginning(live, within)
-            what = f"{group_name(live, lost[0])} has no holder left"
-            if beginning.version == view.version_max == view.version_said > 0:  # reported by the last member to leave
+            what = f"{group_name(live, lost[0])} has no holder left" if lost else "the stages have too few peers"
+            if not lost and (beginning.from_era, beginning.version) == (live.restore_era, live.restore_version):
+                beginning = replace(beginning, loses=False)
+            elif beginning.version == view.version_max == view.version_said > 0:  # reported by the last member to leave
                 what, beginning = "the run was stopped", replace(beginning, loses=False)
             # If a part of the swarm still trains, an older snapshot now is better than a newer one later.
             waits = beginning.version == 0 or not any(held)

@@ -234,6 +234,29 @@ def test_a_run_that_goes_back_with_fewer_stages_waits_for_a_disk_first(two_left)
     assert "waiting for a peer that has layers.2 to layers.3 of step 50 on its disk" in reason
 
 
+def test_an_era_that_has_not_begun_is_divided_anew_if_too_few_peers_are_left(policy, make_live, hear):
+    live = make_live()
+    begin_with_two_left(policy, live, died_s=30.0)
+    for later_s in (0.0, TOLD_HEARTBEATS - 0.5):
+        hear("ac", now_s=30.0 + later_s, version=0)
+        assert policy.next_plan(live.plan, 30.0 + later_s, sequence=2)[0] is None, "more peers may come back"
+    hear("ac", now_s=30.0 + TOLD_HEARTBEATS, version=0)
+    draft, reason = policy.next_plan(live.plan, 30.0 + TOLD_HEARTBEATS, sequence=2)
+    assert (draft.beginning.version, draft.beginning.loses) == (0, False)
+    assert [stage.layers for stage in draft.stages] == [(0, 6)]
+    assert reason == "the stages have too few peers: goes on from the seed, 2 peers on 1 stage"
+
+
+def test_its_next_division_begins_at_the_same_version(policy, make_live, hear):
+    live = make_live(era=1, restore_version=50)
+    begin_with_two_left(policy, live, died_s=30.0)
+    for later_s in (0.0, TOLD_HEARTBEATS):
+        hear("a", now_s=30.0 + later_s, version=0, era=1, holdings=kept(50, 0, 1))
+        hear("c", now_s=30.0 + later_s, version=0, era=1, holdings=kept(50, 2) + kept(40, 0, 1, 2))
+        draft, _ = policy.next_plan(live.plan, 30.0 + later_s, sequence=2)
+    assert (draft.beginning.version, draft.beginning.from_era) == (50, 0)
+
+
 def test_reports_that_cannot_be_name_their_reporter(policy, make_live, hear):
     policy.obey(make_live().plan, 0.0)
     report = CommitReport(
