@@ -19,10 +19,6 @@ synchronous steps is divided by the ratio of the two predictions.
 that has not been measured yet counts as an error. Otherwise each search would believe the figures that misled the last
 one.
 
-`is_off` asks for a search when measured over predicted throughput falls below `SLOW`, or has changed by the factor
-`MUCH` since the last search. It asks once: each search records the ratio, and later ratios are compared with the
-recorded one.
-
 The median shows a change two steps late: minutes, if a slow device makes steps long. If both the current
 prediction and the newest step are far below the median, the current prediction replaces it. A leadership transfer
 includes what was learned; after a crash the successor starts the comparison anew."""
@@ -45,7 +41,7 @@ LEARN_STEPS = 64
 FACTOR_MAX = 8.0
 """The largest learned factor (and its inverse the least): a larger error means that something is broken."""
 OFF_STEPS = 4
-"""The measured rate can be a reason for a search only after this many measured steps."""
+"""The measured rate counts only after this many measured steps."""
 SLOW = 0.75
 KEPT = 8
 """The errors of the last `KEPT` layouts, and correction factors for the last `KEPT` numbers of stages, are kept."""
@@ -80,10 +76,11 @@ class Calibration:
         """(measured tokens/s of the live layout, / `_synchronous_share` in synchronous steps; steps measured)."""
         self._shown_tokens_per_s = 0.0
         """Tokens/s of the live layout as measured, for people: not corrected for synchronous steps as `_seen` is."""
+        self._seen_before = 0.0
+        """Tokens/s measured before the last members came. They count until the layout is measured with its new members,
+        which make it no slower. 0: unknown, or the layout is another one."""
         self._newest = 0.0
         """Tokens/s between the last two marks of the curve, divided like `_seen`; 0: unknown."""
-        self._noted = 0.0
-        """The `ratio` at the start of the last search; if there was none, the first of at least `SLOW`; 0: none yet."""
         self._learned: dict[int, tuple[float, int]] = {}
         """Number of stages -> (mean log(measured / predicted tokens/s), steps measured), the latest entry last."""
         self._factor_then = 1.0
@@ -115,14 +112,9 @@ class Calibration:
         return len(self._layout[1]) if self._layout is not None else 1
 
     @property
-    def ratio(self) -> float:
-        """The live layout's measured tokens/s, divided by those that its plan predicts; 0: one of them is unknown."""
-        return self._rate / self._foreseen.tokens_per_s if self._foreseen is not None else 0.0
-
-    @property
     def seen_tokens_per_s(self) -> float:
         """Tokens/s of the live layout, measured or, if that is out of date, predicted; 0: too few measured steps."""
-        return self._rate if self._seen[1] >= OFF_STEPS else 0.0
+        return self._rate if self._seen[1] >= OFF_STEPS else self._seen_before
 
     @property
     def _rate(self) -> float:
@@ -139,14 +131,6 @@ class Calibration:
         """True if the measured rate (a median) predates a slowdown: prediction and newest step are far lower now."""
         both = self._believed, self._newest
         return min(both) > 0.0 and MUCH * max(both) < self._seen[0]
-
-    @property
-    def is_off(self) -> bool:
-        """True if the layout has become much slower than predicted, or its rate has changed since the last search."""
-        ratio, noted = self.ratio, self._noted
-        if ratio <= 0.0 or self._seen[1] < OFF_STEPS:
-            return False
-        return (ratio < SLOW and not 0.0 < noted < SLOW) or (noted > 0.0 and max(ratio / noted, noted / ratio) >= MUCH)
 
     @property
     def is_unexplained(self) -> bool:
@@ -183,11 +167,14 @@ class Calibration:
             promised = plan.foreseen if self._layout is not None else None
             self._promised_tokens_per_s = promised.tokens_per_s if promised is not None else 0.0
             self._promised_gain = self._gain_of(plan) if peers == self._peers else 0.0
-            same = self._layout is not None and [place[:2] for place in self._layout[1]] == [p[:2] for p in places]
+            era, before = self._layout if self._layout is not None else (-1, ())
+            same = [place[:2] for place in before] == [place[:2] for place in places]
+            is_larger = same and all(set(old[2]) <= set(new[2]) for old, new in zip(before, places, strict=True))
+            self._seen_before = self.seen_tokens_per_s if is_larger and era == plan.era else 0.0
             if not (same and self._peers - peers):  # else it is a repair, which no search has chosen
                 self.chosen = Chosen(self._promised_tokens_per_s, len(peers))
             self._layout, self._today, self._steady_from = layout, None, None
-            self._seen, self._newest, self._noted = (0.0, 0), 0.0, 0.0
+            self._seen, self._newest = (0.0, 0), 0.0
             self._shown_tokens_per_s, self.rejected = 0.0, ""
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
@@ -230,16 +217,10 @@ class Calibration:
         self._newest = pace.newest(now_s) / share if num_steps else 0.0
         if self._seen[1] >= OFF_STEPS and not self.chosen.tokens_per_s:
             self.chosen = Chosen(self._believed, self.chosen.peers)
-        if self.ratio >= SLOW and self._seen[1] >= OFF_STEPS and not self._noted:
-            self._noted = self.ratio
         if self._seen[1] and self._today is not None and version > self._learned_to:
             if not self._is_out_of_date:
                 self._learn(_log(self._seen[0], self._today.tokens_per_s), version - self._learned_to)
             self._learned_to = version
-
-    def searched(self) -> None:
-        """Record that a search begins, so that the same ratio of measured to predicted rate does not start another."""
-        self._noted = self.ratio
 
     def _off_now(self) -> float | None:
         """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction is not used:
@@ -274,11 +255,11 @@ class Calibration:
             learned=self.bias.seen,
             era=self._layout[0],
             steady_from=steady_from,
-            noted=self._noted,
             factor_then=self._factor_then,
             off=tuple(self._off),
             chosen=self.chosen.tokens_per_s,
             chosen_peers=self.chosen.peers,
+            seen_before=self._seen_before,
         )
 
     def take_over(self, told: LayoutCalibration | None) -> None:
@@ -287,19 +268,20 @@ class Calibration:
             len(told.learned) <= KEPT
             and all(_is_possible(*learned) for learned in told.learned)
             and 1.0 / FACTOR_MAX <= told.factor_then <= FACTOR_MAX
-            and 0.0 <= told.noted < math.inf
             and 0.0 <= told.chosen < math.inf
             and told.chosen_peers >= 0
+            and 0.0 <= told.seen_before < math.inf
             and -1 <= told.steady_from <= VERSION_MAX
             and all(abs(off) <= math.log(FACTOR_MAX) for off in told.off)
         ):
             return
         self._learned = {num_stages: (log, steps) for num_stages, log, steps in told.learned}
         self._off = deque(told.off, maxlen=KEPT)
-        if self._layout is not None and told.era == self._layout[0] and told.steady_from >= 0:
-            self._steady_from, self._noted, self._factor_then = told.steady_from, told.noted, told.factor_then
-            self._learned_to = max(self._learned_to, told.steady_from)
-            self.chosen = Chosen(told.chosen, told.chosen_peers)
+        if self._layout is not None and told.era == self._layout[0]:
+            self.chosen, self._seen_before = Chosen(told.chosen, told.chosen_peers), told.seen_before
+            if told.steady_from >= 0:
+                self._steady_from, self._factor_then = told.steady_from, told.factor_then
+                self._learned_to = max(self._learned_to, told.steady_from)
 
     # --- for people ---
 

@@ -167,11 +167,10 @@ class ClusterView:
         else:
             self.ledger.divide(len(plan.stages))
 
-    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> bool:
+    def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
         """Begin a term as coordinator, or continue as coordinator (`continuing`). Give each member time for a heartbeat
         before its silence counts.
-        Args: silent: the previous coordinator, if its silence caused this term.
-        Returns: whether the previous coordinator has searched for a better layout than that of `plan`."""
+        Args: silent: the previous coordinator, if its silence caused this term."""
         inherited, self._inherited = self._inherited, None
         members = frozenset(plan.members)
         self.electorate.begin_term()
@@ -201,7 +200,6 @@ class ClusterView:
         if silent in plan.members:
             self.roster.doubt(silent, now_s)
         self.roster.forget_silent(now_s, keep=members)
-        return inherited is not None and inherited.searched
 
     # --- between coordinators ---
 
@@ -211,10 +209,10 @@ class ClusterView:
         self.experts.take_over(handover.loads)
         self.experts.records.take_over(handover.records)
 
-    def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float, *, searched: bool) -> None:
+    def inherit_reset(self, live: SignedPlan, reset: Reset, now_s: float) -> None:
         """Keep our own knowledge, and the peers that the owner's reset names, for the term that the reset begins."""
         self._inherited = msgspec.structs.replace(
-            self.hand_over(live, now_s, searched=searched),
+            self.hand_over(live, now_s),
             roster=reset.roster,
             version=max(reset.version, self.version_max),
         )
@@ -227,9 +225,8 @@ class ClusterView:
         self._inherited = None
         self.experts.rest()
 
-    def hand_over(self, live: SignedPlan, now_s: float, *, searched: bool, permit: bytes = b"") -> TransferLeadership:
-        """Build the transfer of what we know to the next coordinator, as much as fits in a message.
-        Args: searched: True if a search has found nothing better than the live plan's layout."""
+    def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
+        """Build the transfer of what we know to the next coordinator, as much as fits in a message."""
         known = ((peer, self.roster.advert(peer)) for peer in self.roster.alive(now_s))
         handover = TransferLeadership(
             plan=live.link,
@@ -244,7 +241,6 @@ class ClusterView:
             pace=self.ledger.pace.tell(now_s),
             staleness_steps_mean=self.ledger.staleness_mean,
             elapsed_s=self.elapsed_s(now_s),
-            searched=searched,
             plans=self.notes.tell(now_s),
             absent=self.roster.absent(live.plan.members, now_s),
             loads=self.experts.loads(len(live.plan.stages)),

@@ -314,6 +314,15 @@ class Certificates:
         """Return the layers certified at (era, version); None before the first plan, when nothing can be certified."""
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
+    def are_possible(self, held: Sequence[frozenset[PeerID]]) -> bool:
+        """True if the holders of each group's state are enough to certify a version. Members that still download their
+        state sign nothing. Args: held: for each group, its holders (`holders`)."""
+        plan = self._plan
+        return plan is not None and all(
+            self._are_enough(set(peers), jury([member.peer for member in plan.group_members(group)], plan.previous))
+            for group, peers in enumerate(held)
+        )
+
     def for_plan(self, restored: tuple[int, int]) -> tuple[Certified, ...]:
         """Return the certificates of the next plan: the newest complete versions, everything newer, and the version at
         which the plan's era began (`restored`)."""

@@ -115,14 +115,13 @@ class ReplanPolicy:
             self.awaited = frozenset()
 
     def begin_term(self, plan: Plan, now_s: float, *, continuing: bool, silent: PeerID | None) -> None:
-        searched = self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
+        self.view.begin_term(plan, now_s, continuing=continuing, silent=silent)
         self._settled_for = self._ended_s = self._unfetched_bytes = None
         if not (continuing and self._holders.is_waiting(now_s)):
             self._holders = HolderWatch(self._heartbeat_s, now_s)
         if not continuing:
-            self._ends_s = now_s
-            unreachable = self.view.links.pairs(now_s, plan.members)
-            self._schedule.begin_term(plan, now_s, searched=searched, unreachable=unreachable)
+            self._ends_s = now_s - (self.view.ledger.pace.idle_s(now_s) or 0.0)
+            self._schedule.begin_term(plan, now_s)
 
     def settle(self, live: Plan, now_s: float) -> None:
         self._settled_for = self._swarm(self.view.measured(live, now_s), now_s)
@@ -131,7 +130,6 @@ class ReplanPolicy:
         """Record that our proposed plan has failed: the swarm still needs a new plan."""
         self._settled_for = None
         self.view.forget_inherited()
-        self._schedule.forget()
 
     def searched(self, event: Searched) -> bool:
         """Record the end of a search. Returns: whether its result is still wanted."""
@@ -261,7 +259,7 @@ class ReplanPolicy:
         if layout is None:
             back = f"; `shoal recover --era {live.plan.era}` goes back to a snapshot, and may divide the layers anew"
             return None, reason if mandate.era else reason + back
-        self.view.inherit_reset(live, reset, now_s, searched=self._has_searched(live.plan, now_s))
+        self.view.inherit_reset(live, reset, now_s)
         beginning, back = None, ""
         if mandate.era:
             beginning = Beginning(era=mandate.era, version=mandate.restore_version, from_era=mandate.restore_era)
@@ -283,12 +281,9 @@ class ReplanPolicy:
         return self._holders.is_waiting(now_s)
 
     def hand_over(self, live: SignedPlan, now_s: float, *, permit: bytes = b"") -> TransferLeadership:
-        return self.view.hand_over(live, now_s, permit=permit, searched=self._has_searched(live.plan, now_s))
+        return self.view.hand_over(live, now_s, permit=permit)
 
     # --- inside ---
-
-    def _has_searched(self, live: Plan, now_s: float) -> bool:
-        return self._schedule.has_searched(live, self._swarm(self.view.measured(live, now_s), now_s))
 
     def _swarm(self, peers: tuple[MeasuredPeer, ...], now_s: float) -> Swarm:
         """Return the facts that require a new layout at once when they change. Memory is among these, because a peer
@@ -335,15 +330,10 @@ class ReplanPolicy:
             return self._preparing(live, look, layout)
         if layout is not None and keeps_state(layout, live, look.peers):
             return _next(layout)
-        is_off = view.calibration.is_off
-        is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s, is_off=is_off)
+        is_due = not live.not_started and self._schedule.is_due(live, swarm, now_s)
         self._due_s = min(now_s, self._due_s) if is_due else math.inf
         if is_due and not self._awaits_figures(live, now_s):
-            snapshot, seed = self._compared(live, look), look.sequence
-            job = self._schedule.begin(snapshot, live, swarm, now_s, seed=seed, is_off=is_off)
-            if job is not None:
-                view.calibration.searched()
-            return job, "the pace has changed, or is not what was foreseen: searching" if job and is_off else ""
+            return self._schedule.begin(self._compared(live, look), live, swarm, now_s, seed=look.sequence), ""
         return None, ""
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
@@ -422,8 +412,11 @@ class ReplanPolicy:
         self, live: Plan, stages: tuple[Stage, ...], why: str, now_s: float, *, times: int = 1
     ) -> tuple[Next, str]:
         """Return the live layout with `stages` as its successor, and with the version at which these take over: `times`
-        the usual notice ahead."""
-        view = self.view
+        the usual notice ahead; None while a stage's version cannot be certified, since the next era would not begin."""
+        view, model = self.view, self.view.spec.model
+        held = holders(live, view.roster, view.catalog(now_s), model, not_started=False, now_s=now_s)
+        if not view.certificates.are_possible(held):
+            return None, ""
         step_s = view.ledger.pace.usual_step_s
         notice = math.ceil(NOTICE_HEARTBEATS * self._heartbeat_s / step_s) if step_s > 0.0 else 1
         cutover_version = view.version_max + view.spec.training.s_max + 1 + times * min(max(1, notice), 256)

@@ -4,34 +4,25 @@ A change is answered at once with a repaired layout. The search follows, and ret
 
 - for the first plan, which waits a while for the result;
 - `SETTLE_HEARTBEATS` after the last change of swarm or plan, when reports of the new neighbours are here;
-- at once, if the only change is a lost member: a stage that has lost one of few members delays all others;
-- when measurements have changed since the last search (`has_drifted`), or the layout's rate has changed or differs much
-  from the prediction (`calibration`); but not if the last search for this plan and swarm failed with an error;
-- but never sooner than `REST_HEARTBEATS` after the last search, or `SETTLE_HEARTBEATS` if a member is gone.
+- at once, or `LOSS_HEARTBEATS` after the last search, if the only change is a lost member: a stage that has lost one of
+  few members delays all others;
+- every `REST_HEARTBEATS`, since speeds and links change; after an error only when the swarm or the plan has changed.
 
-A result is valid only for the swarm and plan of its search. A successor learns whether the plan has been searched, so
-that a quiet hour of sixty terms does not cost sixty searches."""
+A result is valid only for the swarm and plan of its search."""
 
 import math
 from dataclasses import dataclass
 
-import numpy as np
-
 from shoal.coordinator.allocate.interface import Layout, MeasuredPeer, Places, SwarmSnapshot, places_of
-from shoal.coordinator.allocate.measured import Pair
 from shoal.protocol.identity import PeerID
 from shoal.protocol.plan import Plan
-from shoal.protocol.topology import Floats
 
 SETTLE_HEARTBEATS = 8.0
 """Time until newcomers have their state and their links are reported, four with each heartbeat."""
-REST_HEARTBEATS = 30.0
-REST_PEERS = 256
-"""Searching this many peers takes a second or two. With more, searches and checks are further apart."""
-LOOK_HEARTBEATS = 10.0
-"""Interval at which the coordinator checks for changed measurements."""
-AFRESH_TERMS = 10
-"""One term in this many begins with a search even if the predecessor has searched, to notice slow changes."""
+LOSS_HEARTBEATS = 2.0
+REST_HEARTBEATS = 15.0
+REST_PEERS = 64
+"""Searching this many peers takes half a second. With more, searches are further apart."""
 FIRST_PATIENCE_S = 10.0
 """Longest wait of the first plan for a search, which may have to compile its kernels, once on each machine."""
 LINKS_PATIENCE_HEARTBEATS = 10.0
@@ -64,38 +55,22 @@ class SearchSchedule:
         self._enabled = enabled
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
-        self._last: SearchJob | None = None
-        """The last search that has ended, ours or the predecessor's."""
-        self._is_bug = False
-        """True if the last search raised an exception: repeated for the same layout and swarm, it would raise again."""
-        self._inherited: tuple[Places, frozenset[Pair]] | None = None
-        """The layers and members that the predecessor has searched for, and the pairs of peers then unreachable."""
         self._seen: tuple[Places, Swarm] | None = None
         self._members: frozenset[PeerID] = frozenset()
         self._due_s = -math.inf
-        self._rested_s = -math.inf
-        """The earliest time of the next search."""
+        self._begun_s = -math.inf
+        self._apart_s = heartbeat_s
+        """A heartbeat interval, or more if the swarm of the last search was large."""
+        self._searched_first: Swarm | None = None
+        """The swarm that was searched for the first plan."""
         self._first_asked_s: float | None = None
         self._links_asked_s: float | None = None
 
-    def begin_term(
-        self, plan: Plan, now_s: float, *, searched: bool, unreachable: frozenset[Pair] = frozenset()
-    ) -> None:
-        """Begin a term of ours, and drop the stale knowledge of an earlier one.
-        Args: searched: the predecessor has searched for a better layout than the plan's. unreachable: the pairs of
-        members that could not reach each other, as far as the predecessor knew."""
-        self._running = self._found = self._last = self._seen = None
-        self._inherited = (places_of(plan), unreachable) if searched and plan.term % AFRESH_TERMS else None
+    def begin_term(self, plan: Plan, now_s: float) -> None:
+        """Begin a term of ours, and drop the stale knowledge of an earlier one."""
+        self._running = self._found = self._seen = None
         self._members = frozenset(plan.members)
         self._due_s = now_s + SETTLE_HEARTBEATS * self._heartbeat_s
-
-    def forget(self) -> None:
-        """Allow the same search again, because the layout that the last one found has failed."""
-        self._last = None
-
-    def has_searched(self, plan: Plan, swarm: Swarm) -> bool:
-        """True if the last search was for the layers and members of this plan, and for this swarm."""
-        return self._last is not None and self._last.is_for(plan, swarm)
 
     # --- the first plan ---
 
@@ -109,63 +84,49 @@ class SearchSchedule:
 
     def awaits_first(self, swarm: Swarm, now_s: float) -> bool:
         """True if the first plan should wait for a search; `found_for` then returns the result."""
-        if not self._enabled or (self._last is not None and self._last.swarm == swarm):
+        if not self._enabled or self._searched_first == swarm:
             return False
         self._first_asked_s = now_s if self._first_asked_s is None else self._first_asked_s
         return now_s < self._first_asked_s + FIRST_PATIENCE_S
 
     # --- later plans ---
 
-    def is_due(self, plan: Plan, swarm: Swarm, now_s: float, *, is_off: bool = False) -> bool:
-        """True if `begin` should be called. Args: is_off: the layout is far slower than predicted, or its rate has
-        changed since the last search began; then the next search is due after the usual pause."""
+    def is_due(self, plan: Plan, swarm: Swarm, now_s: float) -> bool:
+        """True if `begin` should be called."""
         if not self._enabled:
             return False
         seen = places_of(plan), swarm
         if seen != self._seen:
             if (members := frozenset(plan.members)) < self._members:
-                self._due_s = self._rested_s
+                self._due_s = self._begun_s + LOSS_HEARTBEATS * self._apart_s
             else:
-                self._due_s = max(self._due_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
+                rested_s = self._begun_s + REST_HEARTBEATS * self._apart_s
+                self._due_s = max(rested_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
             self._seen, self._members, self._found = seen, members, None
-        due_s = min(self._due_s, self._rested_s) if is_off and self._last is not None else self._due_s
-        return self._running is None and self._found is None and now_s >= due_s
+        return self._running is None and self._found is None and now_s >= self._due_s
 
     def begin(
-        self,
-        snapshot: SwarmSnapshot,
-        plan: Plan | None,
-        swarm: Swarm,
-        now_s: float,
-        *,
-        seed: int,
-        is_off: bool = False,
+        self, snapshot: SwarmSnapshot, plan: Plan | None, swarm: Swarm, now_s: float, *, seed: int
     ) -> SearchJob | None:
-        """Return the search to begin now; None: nothing has changed since the last one, or a first search runs."""
-        job, last = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed), self._last
-        if plan is None:
-            if self._running is not None and self._running.swarm == swarm:
-                return None
-        else:
-            apart = self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
-            self._due_s = now_s + LOOK_HEARTBEATS * apart
-            if self._inherited == (places_of(plan), snapshot.unreachable) and not is_off:
-                self._inherited, self._last, self._is_bug = None, job, False
-                return None
-            same = last is not None and last.is_for(plan, swarm)
-            if last and same and (self._is_bug or not (is_off or has_drifted(last.snapshot, snapshot))):
-                return None
-            self._due_s, self._rested_s = now_s + REST_HEARTBEATS * apart, now_s + SETTLE_HEARTBEATS * apart
-        self._running = job
-        return job
+        """Return the search to begin now; None: it runs already, for the first plan of this swarm."""
+        if plan is None and self._running is not None and self._running.swarm == swarm:
+            return None
+        self._begun_s, self._apart_s = now_s, self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
+        self._due_s = now_s + REST_HEARTBEATS * self._apart_s
+        self._running = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
+        return self._running
 
     def returned(self, job: SearchJob, layout: Layout | None, *, is_bug: bool = False) -> bool:
-        """Record the end of `job`. Returns: False if the result is not wanted any more."""
+        """Record the end of `job`. Args: is_bug: it raised an exception, and would again for this plan and swarm.
+        Returns: False if the result is not wanted any more."""
         if job is not self._running:
             return False
         self._running = None
         self._found = (job, layout) if layout is not None else None
-        self._last, self._is_bug = job, is_bug
+        if job.previous is None:
+            self._searched_first = job.swarm
+        if is_bug:
+            self._due_s = math.inf
         return True
 
     def found_for(self, plan: Plan | None, swarm: Swarm) -> Layout | None:
@@ -189,27 +150,3 @@ def keeps_state(layout: Layout, live: Plan, peers: tuple[MeasuredPeer, ...]) -> 
         for index, stage in enumerate(layout.stages)
     )
     return stays and not any(peer.draining for peer in peers)
-
-
-def has_drifted(before: SwarmSnapshot, after: SwarmSnapshot) -> bool:
-    """True if figures of the same peers have changed by more than noise, many figures are new, or plans are now made
-    for another kind of step (synchronous or not)."""
-    if before.workload != after.workload:
-        return True
-    then, now = (np.array([peer.flop_per_s for peer in snapshot.peers]) for snapshot in (before, after))
-    if _far(then, now, 1.3).any():
-        return True
-    if before.network is None or after.network is None:
-        return before.network is not after.network
-    old, new = before.network, after.network
-    late = np.fabs(old.latency_s - new.latency_s) > 0.005
-    if (late & _far(old.latency_s, new.latency_s, 1.6)).any() or _far(old.bytes_per_s, new.bytes_per_s, 1.6).any():
-        return True
-    was, known = ~np.isnan(old.bytes_per_s), ~np.isnan(new.bytes_per_s)
-    return bool((known & ~was).sum() > was.sum() / 4)
-
-
-def _far(a: Floats, b: Floats, factor: float) -> "np.ndarray[tuple[int, ...], np.dtype[np.bool_]]":
-    """Return a mask: True where `a` and `b` are both known and differ by more than `factor`."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.fabs(np.log(a / b)) > math.log(factor)

@@ -324,8 +324,6 @@ class TransferLeadership(_Message, frozen=True, kw_only=True, tag="HandOver"):
     pace: tuple[PaceMark, ...] = ()
     staleness_steps_mean: float = 0.0
     elapsed_s: float = 0.0
-    searched: bool = False
-    """The sender has searched for a better layout and found none that was worth moving the layers."""
     plans: "tuple[PlanNote, ...]" = ()
     loads: tuple[tuple[float, ...], ...] = ()
     """[stage][expert], recent number of tokens of each placed expert; empty for a stage without figures."""
@@ -348,8 +346,6 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     era: int
     steady_from: int
     """Version of `era` from which the live layout's speed is measured, once all members are ready; -1: none."""
-    noted: float = 0.0
-    """The live layout's measured / predicted speed when the last search began, or when first known; 0: unknown."""
     factor_then: float = 1.0
     off: tuple[float, ...] = ()
     """log(measured tokens/s / tokens/s that its first plan predicted) of each recent earlier layout."""
@@ -357,6 +353,8 @@ class LayoutCalibration(_Part, frozen=True, array_like=True):
     """Tokens/s predicted for the live layout when it was chosen; 0: unknown."""
     chosen_peers: int = 0
     """How many peers the run had when the live layout was chosen; 0: unknown."""
+    seen_before: float = 0.0
+    """Tokens/s that the live layout made before its last members came; 0: unknown."""
 
 
 class ArrivalStatistics(_Part, frozen=True, array_like=True):

@@ -55,6 +55,14 @@ def all_say(certificates, plan, version, *, but="") -> None:
 # --- what counts ---
 
 
+def test_members_that_download_certify_nothing(certificates):
+    whole = [frozenset("abc"), frozenset("de"), frozenset("f")]
+    assert certificates.are_possible(whole)
+    assert certificates.are_possible([frozenset("ab"), *whole[1:]])
+    assert not certificates.are_possible([frozenset("a"), *whole[1:]])
+    assert not certificates.are_possible([whole[0], frozenset("d"), whole[2]])
+
+
 def test_the_members_of_one_invite_certify_nothing_alone_where_the_group_has_others(plan):
     invites = {"a": b"theirs", "b": b"theirs", "c": b"", "d": b"theirs", "e": b"theirs"}
     are_enough = Electorate(1.0, invites.get).are_enough

@@ -185,6 +185,6 @@ def test_unreachable_pairs_are_handed_over(view, make_plan):
     signed = make_plan([["a", "b", "c"], ["d", "e", "f"]], coordinator="a")
     heir = ClusterView("run", view.spec)
     heir.obey(live, 0.0)
-    heir.inherit(view.hand_over(signed, SOON, searched=True))
+    heir.inherit(view.hand_over(signed, SOON))
     heir.begin_term(live, 100.0, continuing=False, silent=None)
     assert heir.links.pairs(100.0) == {("b", "e")}

@@ -78,7 +78,7 @@ def test_how_irregular_heartbeats_are_is_handed_over(make_plan, make_heartbeat):
         now_s += 1.0 if number % 2 else 7.0
         last.hear("b", make_heartbeat("b"), now_s)
     patience_s = last.roster.arrivals("b").patience_s
-    heir.inherit(last.hand_over(live, now_s, searched=False))
+    heir.inherit(last.hand_over(live, now_s))
     heir.begin_term(live.plan, now_s, continuing=False, silent=None)
     assert heir.roster.arrivals("b").patience_s == patience_s > heir.roster.arrivals("c").patience_s
     heir.begin_term(live.plan, now_s, continuing=False, silent=None)  # whoever was in between has died
