@@ -26,7 +26,7 @@ from shoal.coordinator.cluster_view import NETWORK_PEERS_MAX, RETURN_HEARTBEATS,
 from shoal.coordinator.coordination_events import Searched
 from shoal.coordinator.era import CheckpointCatalog, HolderWatch, behind, group_name, holders, next_beginning
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
-from shoal.coordinator.search_schedule import SearchJob, SearchSchedule, Swarm, keeps_state
+from shoal.coordinator.search_schedule import REST_HEARTBEATS, SearchJob, SearchSchedule, Swarm, keeps_state
 from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Holding, Reset, TransferLeadership
 from shoal.protocol.plan import Mandate, Plan, SignedPlan, Stage
@@ -47,8 +47,6 @@ END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A change of layout waits for downloads until none has progressed for `END_PATIENCE_S` or this many steps, whichever
 is longer. A change with its version already set is called off if no step was committed for so long."""
-FIGURES_HEARTBEATS = 15.0
-"""Longest time that a search waits for figures that are changing: three reports in a row make a new figure."""
 CERTIFY_HEARTBEATS = 2.0
 """Minimum time after the previous plan for a plan that only certifies a version."""
 TOLD_HEARTBEATS = 4.0
@@ -338,7 +336,7 @@ class ReplanPolicy:
 
     def _awaits_figures(self, live: Plan, now_s: float) -> bool:
         """True if the next search must wait, because links are being measured again or figures are out of date."""
-        patience_s = FIGURES_HEARTBEATS * self._heartbeat_s
+        patience_s = REST_HEARTBEATS * self._heartbeat_s  # at most one search is left out
         links = self.view.links
         return now_s < self._due_s + patience_s and (
             self.view.calibration.is_unexplained

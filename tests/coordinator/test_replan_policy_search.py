@@ -18,7 +18,6 @@ from shoal.coordinator.cost.workload import Workload
 from shoal.coordinator.ledger import PATIENCE_HEARTBEATS
 from shoal.coordinator.replan_policy import (
     END_PATIENCE_S,
-    FIGURES_HEARTBEATS,
     LOOKING_FOR_FIRST,
     ReplanPolicy,
 )
@@ -212,7 +211,7 @@ def test_a_search_waits_until_it_is_known_how_slow_a_link_has_become(policy, hea
     begun = isinstance(policy.next_plan(live.plan, SEARCHED_S, sequence=2)[0], SearchJob)
     assert begun is (reports == ODD_REPORTS)
     if not begun:
-        later_s = SEARCHED_S + FIGURES_HEARTBEATS
+        later_s = SEARCHED_S + REST_HEARTBEATS
         for peer in "abcdef":
             policy.view.hear(peer, make_heartbeat(peer, stage=STAGE_OF[peer], version=57, synced=True), later_s)
         assert isinstance(policy.next_plan(live.plan, later_s, sequence=2)[0], SearchJob), "it does not wait for ever"
