@@ -76,7 +76,9 @@ class ReplanPolicy:
         self._has_lost_all = has_lost_all
         self._allocator = allocator
         self._heartbeat_s = view.spec.swarm.heartbeat_s
-        self._schedule = SearchSchedule(self._heartbeat_s, enabled=isinstance(allocator, Searching))
+        self._schedule = SearchSchedule(
+            self._heartbeat_s, term_s=view.spec.swarm.term_s, enabled=isinstance(allocator, Searching)
+        )
         self._holders = HolderWatch(self._heartbeat_s, 0.0)
         self._ends_s, self._notice = 0.0, 1
         """(when we set the live layout's last version, or our term began; our notice as a multiple of the usual)."""

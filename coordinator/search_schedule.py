@@ -48,10 +48,12 @@ class SearchJob:
 
 
 class SearchSchedule:
-    """Begins searches and keeps their results until they are proposed. Args: enabled: the allocator can search."""
+    """Begins searches and keeps their results until they are proposed.
+    Args: enabled: the allocator can search. term_s: the length of a term, which has time for a search."""
 
-    def __init__(self, heartbeat_s: float, *, enabled: bool) -> None:
+    def __init__(self, heartbeat_s: float, *, term_s: float, enabled: bool) -> None:
         self._heartbeat_s = heartbeat_s
+        self._settle_s = min(SETTLE_HEARTBEATS * heartbeat_s, term_s / 2)
         self._enabled = enabled
         self._running: SearchJob | None = None
         self._found: tuple[SearchJob, Layout] | None = None
@@ -70,7 +72,7 @@ class SearchSchedule:
         """Begin a term of ours, and drop the stale knowledge of an earlier one."""
         self._running = self._found = self._seen = None
         self._members = frozenset(plan.members)
-        self._due_s = now_s + SETTLE_HEARTBEATS * self._heartbeat_s
+        self._due_s = now_s + self._settle_s
 
     # --- the first plan ---
 
@@ -101,7 +103,7 @@ class SearchSchedule:
                 self._due_s = self._begun_s + LOSS_HEARTBEATS * self._apart_s
             else:
                 rested_s = self._begun_s + REST_HEARTBEATS * self._apart_s
-                self._due_s = max(rested_s, now_s + SETTLE_HEARTBEATS * self._heartbeat_s)
+                self._due_s = max(rested_s, now_s + self._settle_s)
             self._seen, self._members, self._found = seen, members, None
         return self._running is None and self._found is None and now_s >= self._due_s
 

@@ -44,8 +44,6 @@ from shoal.protocol.topology import Topology, make_topology
 
 STAY = 0.5
 """A search lets at least this share of each stage's holders stay, so that newcomers can fetch the state from them."""
-HOLDERS_MIN = 2
-"""A search that keeps the boundaries also lets at least two holders of a stage stay, or the one if it has only one."""
 HOME_TIMES = 1.05
 """A newcomer goes to a home (a stage where it starts sooner) if a step is then at most 5 % longer than the best."""
 FIRST_TIMES = 4
@@ -109,8 +107,7 @@ class _Place:
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
         """Return the stage of `fitting` that gives the shortest step with `peer`; or a home of the peer (a stage where
-        it starts sooner) that is about as good. Stages with a sole holder come first."""
-        fitting = _alone(fitting) or fitting
+        it starts sooner) that is about as good."""
         seconds = self.seconds(slots, fitting, peer)
         best = min(seconds.values())
         if not math.isfinite(best):
@@ -135,9 +132,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Choose the spares and newcomers that get a stage now, and return the others. Let n be the number of lost members
-    or of stages with a sole holder, whichever is larger. At most n peers get a stage: those that help most, but none
-    that lengthens the step. A peer that lost its place because it cannot reach others counts as a spare."""
+    """Choose the spares and newcomers that replace lost members, and return the others. They are those that help most,
+    but none that lengthens the step. A search finds places for more. A peer that lost its place because it cannot reach
+    others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -152,23 +149,17 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
         if (peer := by_id.get(p)) is not None and p not in holding and snapshot.unreachable and not peer.draining
     ]
     free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
-    num_lost = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
-    num_needed = max(num_lost, len(_alone(slots)))
+    num_needed = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
         for peer in (by_id[p] for p in free[:TRIED]):
             able = [slot for slot in slots if may_serve(slots, slot, peer)]
-            best[peer.peer] = min(place.seconds(slots, _alone(able) or able, peer).values(), default=math.inf)
+            best[peer.peer] = min(place.seconds(slots, able, peer).values(), default=math.inf)
         free.sort(key=lambda peer: best.get(peer, math.inf))
         if math.isfinite(now_s := place.seconds_now(slots)):
             num_needed = min(num_needed, sum(best.get(peer, math.inf) <= now_s for peer in free))
     return tuple(sorted(free[num_needed:]))
-
-
-def _alone(slots: Sequence[Slot]) -> list[Slot]:
-    """Return the stages that have only one holder or none."""
-    return [slot for slot in slots if len(slot.stayers) < HOLDERS_MIN]
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:
@@ -266,7 +257,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
         work=default_work(topology.num_devices),
         current=current,
         horizon_s=snapshot.horizon_s,
-        stayers=tuple(max(math.ceil(STAY * len(held)), min(len(held), HOLDERS_MIN)) for held in current.stages),
+        stayers=tuple(math.ceil(STAY * len(held)) for held in current.stages),
     )
     objective, losses = LayoutObjective(snapshot, topology, workload, current), SoleHolders(snapshot, topology)
     options = {filled(objective.throughput, losses, placement) for placement in (found, current)} - {current}

@@ -42,7 +42,7 @@ def better(make_plan):
 
 @pytest.fixture
 def schedule(live):
-    schedule = SearchSchedule(1.0, enabled=True)
+    schedule = SearchSchedule(1.0, term_s=60.0, enabled=True)
     schedule.begin_term(live, 0.0)
     return schedule
 
@@ -68,6 +68,13 @@ def found_nothing(schedule, live, now_s, **says):
     """True if a search began, which has ended at once."""
     job = look(schedule, live, now_s, **says)
     return job is not None and schedule.returned(job, None)
+
+
+def test_a_short_term_has_time_for_a_search(live):
+    schedule = SearchSchedule(1.0, term_s=6.0, enabled=True)
+    schedule.begin_term(live, 0.0)
+    assert look(schedule, live, 0.0) is None
+    assert look(schedule, live, 3.0) is not None
 
 
 def test_searches_of_a_large_swarm_are_further_apart(schedule, live):
@@ -166,7 +173,7 @@ def test_searches_are_apart_whatever_happens(schedule, live, make_plan):
 
 
 def test_the_first_plan_waits_for_its_search_but_not_forever(better):
-    schedule = SearchSchedule(1.0, enabled=True)
+    schedule = SearchSchedule(1.0, term_s=60.0, enabled=True)
     assert schedule.awaits_first(SWARM, 0.0)
     job = schedule.begin(snapshot_of(), None, SWARM, 0.0, seed=1)
     assert job is not None
@@ -179,7 +186,7 @@ def test_the_first_plan_waits_for_its_search_but_not_forever(better):
 
 
 def test_a_newcomer_before_the_first_plan_begins_its_search_anew(better):
-    schedule = SearchSchedule(1.0, enabled=True)
+    schedule = SearchSchedule(1.0, term_s=60.0, enabled=True)
     schedule.awaits_first(SWARM, 0.0)
     stale = schedule.begin(snapshot_of(), None, SWARM, 0.0, seed=1)
     more = (*SWARM, "g")
@@ -192,12 +199,12 @@ def test_a_newcomer_before_the_first_plan_begins_its_search_anew(better):
 
 
 def test_without_a_search_nobody_waits():
-    assert not SearchSchedule(1.0, enabled=False).awaits_first(SWARM, 0.0)
+    assert not SearchSchedule(1.0, term_s=60.0, enabled=False).awaits_first(SWARM, 0.0)
 
 
 @pytest.mark.parametrize(("num_peers", "heartbeats"), [(1, 10.0), (8, 10.0), (24, 18.0), (64, 30.0), (1000, 30.0)])
 def test_more_peers_have_longer_to_measure_their_links_before_the_first_plan(num_peers, heartbeats):
-    schedule = SearchSchedule(2.0, enabled=True)
+    schedule = SearchSchedule(2.0, term_s=60.0, enabled=True)
     assert schedule.awaits_links(num_peers, 5.0)
     assert schedule.awaits_links(num_peers, 4.9 + 2.0 * heartbeats)
     assert not schedule.awaits_links(num_peers, 5.0 + 2.0 * heartbeats)

@@ -264,28 +264,30 @@ def test_a_newcomer_is_a_spare_until_a_search_has_a_place_for_it():
     assert any({"a", "b", "c"} <= group for group in groups(found)), "with those of its city"
 
 
-def test_of_newcomers_those_that_help_most_join_a_stage_that_lacks_holders():
+def test_newcomers_are_spares_until_a_search_finds_places_for_them():
     previous = plan_of([["a", "b"], ["e"], ["i", "j"]])
-    layout = ALLOCATOR.allocate(snapshot_of("abcefijk", previous=previous), previous, seed=2)
-    assert (groups(layout), layout.spares) == ([{"a", "b"}, {"e", "f"}, {"i", "j"}], ("c", "k"))
+    snapshot = snapshot_of("abcefijk", previous=previous)
+    layout = ALLOCATOR.allocate(snapshot, previous, seed=2)
+    assert (groups(layout), layout.spares) == ([{"a", "b"}, {"e"}, {"i", "j"}], ("c", "f", "k"))
+    layout, _ = ALLOCATOR.search(snapshot, previous, seed=2)
+    assert (groups(layout), layout.spares) == ([{"a", "b", "c"}, {"e", "f"}, {"i", "j", "k"}], ())
 
 
-def test_a_newcomer_that_slows_the_others_down_joins_a_lone_holder_only_if_that_one_fails_often():
-    previous = plan_of([["a", "b"], ["e"], ["i", "j"]])
-    snapshot = snapshot_of("abeijk", previous=previous, says={"e": OFTEN})
-    snapshot.network.bytes_per_s[5, :5] = snapshot.network.bytes_per_s[:5, 5] = 1e3
-    assert ALLOCATOR.allocate(snapshot, previous, seed=2).spares == ("k",)
-    layout = ALLOCATOR.allocate(replace(snapshot, going_back_s=1e6), previous, seed=2)
-    assert groups(layout)[1] == {"e", "k"}
+def beside_a_lone_holder(*, newcomer, going_back_s):
+    """Return the stage of "b", which fails often, after a search in which "d" is new."""
+    previous = plan_of([["a"], ["b"], ["c"]])
+    says = {"a": {"flop_per_s": 2e9}, "b": OFTEN, "c": {"flop_per_s": 2e9}, "d": {"flop_per_s": newcomer}}
+    snapshot = replace(snapshot_of("abcd", previous=previous, says=says), going_back_s=going_back_s)
+    if newcomer > 2e9:
+        snapshot.network.bytes_per_s[3, :3] = snapshot.network.bytes_per_s[:3, 3] = 1e5
+    layout, _ = ALLOCATOR.search(snapshot, previous, seed=2)
+    return next(group for group in groups(layout) if "b" in group)
 
 
-def test_a_newcomer_goes_first_where_somebody_is_alone():
-    previous = plan_of([["a", "b", "c"], ["e"], ["i", "j", "k"]])
-    says = {peer: {"flop_per_s": 1e8} for peer in "abcijk"}  # a step waits for them, and hardly for e
-    often = snapshot_of("abcdeijk", previous=previous, says=says | {"e": OFTEN})
-    assert ALLOCATOR.allocate(often, previous, seed=2).spares == ("d",), "going back would cost nothing"
-    layout = ALLOCATOR.allocate(replace(often, going_back_s=3000.0), previous, seed=2)
-    assert "d" in groups(layout)[1]
+@pytest.mark.parametrize(("newcomer", "second"), [(2e10, "d"), (2e9, "a")], ids=["it has a slow line", "it is slow"])
+def test_who_fails_often_gets_a_second_holder_if_going_back_costs_more_than_what_that_one_slows_down(newcomer, second):
+    assert beside_a_lone_holder(newcomer=newcomer, going_back_s=0.0) == {"b"}
+    assert beside_a_lone_holder(newcomer=newcomer, going_back_s=1e6) == {"b", second}
 
 
 def test_shares_are_those_that_the_objective_assumes():
