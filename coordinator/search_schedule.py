@@ -113,8 +113,9 @@ class SearchSchedule:
         """Return the search to begin now; None: it runs already, for the first plan of this swarm."""
         if plan is None and self._running is not None and self._running.swarm == swarm:
             return None
-        self._begun_s, self._apart_s = now_s, self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
-        self._due_s = now_s + REST_HEARTBEATS * self._apart_s
+        if plan is not None:
+            self._begun_s, self._apart_s = now_s, self._heartbeat_s * max(1.0, len(snapshot.peers) / REST_PEERS)
+            self._due_s = now_s + REST_HEARTBEATS * self._apart_s
         self._running = SearchJob(snapshot=snapshot, previous=plan, swarm=swarm, seed=seed)
         return self._running
 

@@ -132,9 +132,9 @@ class _Place:
 
 
 def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | None) -> tuple[PeerID, ...]:
-    """Choose the spares and newcomers that replace lost members, and return the others. They are those that help most,
-    but none that lengthens the step. A search finds places for more. A peer that lost its place because it cannot reach
-    others counts as a spare."""
+    """Choose the spares and newcomers that replace lost members or return to a stage with a sole holder, and return the
+    others. They are those that help most, but none that lengthens the step. A search finds places for more. A peer that
+    lost its place because it cannot reach others counts as a spare."""
     if previous is None:
         return ()
     by_id = {peer.peer: peer for peer in snapshot.peers}
@@ -150,6 +150,10 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
     ]
     free = [*(p for p in previous.spares if p in by_id), *leaving, *newcomers]
     num_needed = sum(len(stage.peers) for stage in previous.stages) - sum(len(slot.stayers) for slot in slots)
+    alone = {slot.index for slot in slots if len(slot.stayers) == 1}
+    back = [peer for peer in free if alone.intersection(by_id[peer].homes)]
+    waiting = {*free}
+    free, num_needed = back if len(back) > num_needed else free, max(num_needed, len(back))
     free.sort(key=lambda peer: (-by_id[peer].flop_per_s, peer))
     if place is not None and num_needed > 0 and free:
         best: dict[PeerID, float] = {}
@@ -159,7 +163,7 @@ def _standby(snapshot: SwarmSnapshot, previous: Plan | None, place: _Place | Non
         free.sort(key=lambda peer: best.get(peer, math.inf))
         if math.isfinite(now_s := place.seconds_now(slots)):
             num_needed = min(num_needed, sum(best.get(peer, math.inf) <= now_s for peer in free))
-    return tuple(sorted(free[num_needed:]))
+    return tuple(sorted(waiting.difference(free[:num_needed])))
 
 
 def _first(snapshot: SwarmSnapshot, seed: int) -> tuple[Layout, str]:

@@ -70,6 +70,14 @@ def found_nothing(schedule, live, now_s, **says):
     return job is not None and schedule.returned(job, None)
 
 
+def test_the_search_for_the_first_plan_does_not_delay_the_next_one(live):
+    schedule = SearchSchedule(1.0, term_s=60.0, enabled=True)
+    schedule.returned(schedule.begin(snapshot_of(), None, SWARM, 0.0, seed=1), None)
+    schedule.begin_term(live, 0.0)
+    assert look(schedule, live, 0.0) is None
+    assert look(schedule, live, SETTLED) is not None
+
+
 def test_a_short_term_has_time_for_a_search(live):
     schedule = SearchSchedule(1.0, term_s=6.0, enabled=True)
     schedule.begin_term(live, 0.0)
