@@ -315,8 +315,8 @@ class Certificates:
         return None if self._plan is None else frozenset(layers_at(self._all, age))
 
     def are_possible(self, held: Sequence[frozenset[PeerID]]) -> bool:
-        """True if the holders of each group's state are enough to certify a version. Members that still download their
-        state sign nothing. Args: held: for each group, its holders (`holders`)."""
+        """True if in every group enough members hold the state to certify its next version; a member that still
+        downloads its state cannot sign. Args: held: for each group, the peers that hold its state (`holders`)."""
         plan = self._plan
         return plan is not None and all(
             self._are_enough(set(peers), jury([member.peer for member in plan.group_members(group)], plan.previous))

@@ -36,7 +36,7 @@ from shoal.protocol.plan import SignedPlan
 from shoal.protocol.spec import RunSpec
 
 PROBE_EVERY_S = 60.0
-"""A peer that stands by measures its device again after this many seconds."""
+"""Interval at which a peer without a place in the layout measures its device again."""
 
 
 class PeerDriver:

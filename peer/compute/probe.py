@@ -22,7 +22,7 @@ from shoal.protocol.spec import RunSpec
 
 _DEVICE_S = 0.5
 """Seconds for which a device is measured: several periods of a container's quota, which are usually 0.1 s long."""
-_FORWARDS_MAX = 64
+_FORWARDS_MAX = 64  # enough for a GPU, which has no such quota
 _QUICK_S = 0.05
 """A transfer that takes fewer seconds gives no usable rate: reading clocks, waking up and answering take as long."""
 _ROUND_TRIPS_MIN = 1.5

@@ -1,4 +1,4 @@
-"""What was predicted of a layout beside what comes of it: when it is compared, and what is learned."""
+"""The comparison of a layout's measured rate with the predicted one, and what the coordinator learns from it."""
 
 import math
 
