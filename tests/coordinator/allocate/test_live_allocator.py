@@ -273,6 +273,14 @@ def test_newcomers_are_spares_until_a_search_finds_places_for_them():
     assert (groups(layout), layout.spares) == ([{"a", "b", "c"}, {"e", "f"}, {"i", "j", "k"}], ())
 
 
+def test_only_a_peer_that_comes_back_joins_a_sole_holder_at_once():
+    """For instance after a pause: it had the state of this stage."""
+    previous = plan_of([["a", "b"], ["e"], ["i", "j"]])
+    snapshot = snapshot_of("abcefijk", previous=previous, says={"f": {"homes": (1,)}})
+    layout = ALLOCATOR.allocate(snapshot, previous, seed=2)
+    assert (groups(layout), layout.spares) == ([{"a", "b"}, {"e", "f"}, {"i", "j"}], ("c", "k"))
+
+
 def beside_a_lone_holder(*, newcomer, going_back_s):
     """Return the stage of "b", which fails often, after a search in which "d" is new."""
     previous = plan_of([["a"], ["b"], ["c"]])
