@@ -158,7 +158,7 @@ class ClusterView:
         self.certificates.obey(plan)
         self.experts.obey(plan)
         self.begun_s = now_s if self.begun_s is None else self.begun_s
-        self.notes.obey(plan, now_s)
+        self.notes.obey(plan, before, now_s)
         self.calibration.obey(plan)
         self.roster.obey(plan)
         if plan.era != self.ledger.era:

@@ -24,7 +24,7 @@ standing (what each holds, and whether it leaves). Their answers count; silence 
 Until the answers arrive the voter replies "not yet", and the coordinator asks again at its next tick."""
 
 import math
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
 import msgspec
@@ -302,45 +302,49 @@ def _apart(members: tuple[Member, ...]) -> float:
 
 
 class PlanNotes:
-    """Keeps for people the coordinator, reason and speed of each of the last plans, also of plans heard from others."""
+    """Keeps for people the coordinator, reason and speed of each of the last layouts, also of those heard from others.
+    A plan that moves nobody (a certificate, new shares) has no note: such plans would displace all others."""
 
     def __init__(self) -> None:
-        self._notes: deque[tuple[float, PlanNote]] = deque(maxlen=NOTES_MAX)
+        self._notes: dict[tuple[int, int], tuple[float, PlanNote]] = {}
 
-    def obey(self, plan: Plan, now_s: float) -> None:
-        reason = plan.reason[:REASON_CHARS_MAX]
-        self._notes.append((now_s, PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, reason)))
+    def obey(self, plan: Plan, before: Plan | None, now_s: float) -> None:
+        """Note `plan` if it differs from `before` in the place of a peer, now or next, or if the run goes back."""
+        if before is None or _places(plan) != _places(before):
+            note = PlanNote(plan.term, plan.sequence, 0.0, plan.coordinator, plan.reason[:REASON_CHARS_MAX])
+            self._add(now_s, note)
 
     def judge(self, outcome: str) -> None:
-        """Set the outcome (predicted and measured speed) of the live plan."""
-        if self._notes:
-            at_s, note = self._notes[-1]
-            self._notes[-1] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
+        """Set the outcome (predicted and measured speed) of the live layout."""
+        for name in list(self._notes)[-1:]:
+            at_s, note = self._notes[name]
+            self._notes[name] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])
 
     def inherit(self, notes: Iterable[PlanNote], now_s: float) -> None:
-        """Prepend another coordinator's notes that are older than our first one. If both of us have a note on a plan,
-        use that coordinator's outcome, if any, and the greater age."""
-        told = {
-            (note.term, note.sequence): (now_s - max(0.0, note.seconds_ago), _cut(note))
-            for note in notes
-            if math.isfinite(note.seconds_ago)
-        }
-        own = {(note.term, note.sequence): (at_s, note) for at_s, note in self._notes}
-        for name in own.keys() & told.keys():
-            (at_s, note), (told_s, theirs) = own[name], told[name]
-            own[name] = min(at_s, told_s), msgspec.structs.replace(note, outcome=theirs.outcome or note.outcome)
-        missed = [each for name, each in told.items() if not own or name < min(own)]
-        self._notes = deque([*missed, *own.values()], maxlen=NOTES_MAX)
+        """Add another coordinator's notes on plans up to our newest. If both of us have a note on a plan, it gets that
+        coordinator's outcome, if any, and the greater age."""
+        newest = max(self._notes, default=(math.inf, 0))
+        for told in notes:
+            if math.isfinite(told.seconds_ago) and (told.term, told.sequence) <= newest:
+                coordinator, reason = PeerID(told.coordinator[:PEER_ID_CHARS_MAX]), told.reason[:REASON_CHARS_MAX]
+                fresh = PlanNote(told.term, told.sequence, 0.0, coordinator, reason)
+                told_s = now_s - max(0.0, told.seconds_ago)
+                at_s, own = self._notes.get((told.term, told.sequence), (told_s, fresh))
+                outcome = told.outcome[:REASON_CHARS_MAX] or own.outcome
+                self._add(min(at_s, told_s), msgspec.structs.replace(own, outcome=outcome))
+
+    def _add(self, at_s: float, note: PlanNote) -> None:
+        self._notes[note.term, note.sequence] = at_s, note
+        self._notes = dict(sorted(self._notes.items())[-NOTES_MAX:])
 
     def tell(self, now_s: float) -> tuple[PlanNote, ...]:
-        return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes)
+        return tuple(msgspec.structs.replace(note, seconds_ago=now_s - at_s) for at_s, note in self._notes.values())
 
 
-def _cut(note: PlanNote) -> PlanNote:
-    """Cut the texts of a received note to our maximum lengths."""
-    coordinator = PeerID(note.coordinator[:PEER_ID_CHARS_MAX])
-    reason, outcome = note.reason[:REASON_CHARS_MAX], note.outcome[:REASON_CHARS_MAX]
-    return msgspec.structs.replace(note, coordinator=coordinator, reason=reason, outcome=outcome)
+def _places(plan: Plan) -> tuple[object, ...]:
+    """Return the era, the members of each stage of this layout and of the next, and the spares."""
+    layouts = [[(s.layers, frozenset(s.peers)) for s in stages] for stages in (plan.stages, plan.next_layout)]
+    return plan.era, layouts, frozenset(plan.spares)
 
 
 class Refusals:

@@ -45,7 +45,7 @@ from shoal.protocol.topology import Topology, make_topology
 STAY = 0.5
 """A search lets at least this share of each stage's holders stay, so that newcomers can fetch the state from them."""
 HOME_TIMES = 1.05
-"""A newcomer goes to a home (a stage where it starts sooner) if a step is then at most 5 % longer than the best."""
+"""A home (a stage where a newcomer starts sooner) may give a step that is 5 % longer than another stage's."""
 FIRST_TIMES = 4
 FIRST_WORK_MAX = 300_000_000
 """The search for a first layout gets `FIRST_TIMES` times the work of a later one, at most 3 s of one core: a bad first
@@ -106,14 +106,12 @@ class _Place:
         self._number = {name: device for device, name in enumerate(topology.names)}
 
     def choose(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> Slot:
-        """Return the stage of `fitting` that gives the shortest step with `peer`; or a home of the peer (a stage where
-        it starts sooner) that is about as good."""
+        """Return the stage of `fitting` that gives the shortest step with `peer`; a home if about equal."""
         seconds = self.seconds(slots, fitting, peer)
-        best = min(seconds.values())
-        if not math.isfinite(best):
+        if not math.isfinite(min(seconds.values())):
             return poorest(slots, fitting, peer)
-        near = [slot for slot in fitting if slot.index in peer.homes and seconds[slot.index] <= HOME_TIMES * best]
-        return min(near or fitting, key=lambda slot: (seconds[slot.index], slot.index))
+        away = {slot.index: 1.0 if slot.index in peer.homes else HOME_TIMES for slot in fitting}
+        return min(fitting, key=lambda slot: (away[slot.index] * seconds[slot.index], slot.index))
 
     def seconds(self, slots: Sequence[Slot], fitting: Sequence[Slot], peer: MeasuredPeer) -> dict[int, float]:
         """Return {stage: seconds of a step if `peer` joins that stage; inf if impossible}."""
@@ -326,12 +324,8 @@ def _shared_anew(snapshot: SwarmSnapshot, previous: Plan) -> Layout | None:
     if not {peer for stage in previous.stages for peer in stage.peers}.issubset(topology.names):
         return None
     stages = _shared(topology, snapshot.workload, previous.stages)
-    shares = [
-        (before.share, after.share)
-        for old, new in zip(previous.stages, stages, strict=True)
-        for before, after in zip(old.members, new.members, strict=True)
-    ]
-    if all(max(a, SHARE_MIN) < SHARE_DRIFT * max(b, SHARE_MIN) for pair in shares for a, b in (pair, pair[::-1])):
+    now, then = ([max(m.share, SHARE_MIN) for stage in one for m in stage.members] for one in (previous.stages, stages))
+    if all(max(pair) < SHARE_DRIFT * min(pair) for pair in zip(now, then, strict=True)):
         return None
     return Layout(stages=stages, spares=previous.spares, reason="search: shares follow what is measured now")
 

@@ -2,6 +2,7 @@
 
 import math
 
+import msgspec
 import pytest
 
 from shoal.coordinator.voting import NOTES_MAX, REASON_CHARS_MAX, PlanNotes
@@ -13,8 +14,27 @@ from shoal.protocol.messages import PlanNote
 def obeying(make_plan, *sequences: int) -> PlanNotes:
     notes = PlanNotes()
     for sequence in sequences:
-        notes.obey(make_plan([["a"], ["b"]], coordinator="a", order=(1, sequence), reason=f"{sequence}").plan, sequence)
+        plan = make_plan([["a"], ["b"]], coordinator="a", order=(1, sequence), reason=f"{sequence}").plan
+        notes.obey(plan, None, sequence)
     return notes
+
+
+def test_a_plan_that_moves_nobody_displaces_no_layout(make_plan):
+    """A short term certifies, measures shares and hands over: within minutes that is more than a status tells."""
+    first = make_plan([["a"], ["b"]], coordinator="a", order=(1, 1), reason="first plan").plan
+    notes, before = PlanNotes(), None
+    for sequence in range(1, 3 * NOTES_MAX):
+        plan = msgspec.structs.replace(first, sequence=sequence, reason=first.reason if before is None else "certified")
+        notes.obey(plan, before, sequence)
+        before = plan
+    notes.judge("100 tokens/s as predicted")
+    assert [(note.reason, note.outcome) for note in notes.tell(99.0)] == [("first plan", "100 tokens/s as predicted")]
+    joined = msgspec.structs.replace(first, sequence=99, spares=(PeerID("c"),), reason="c joined")
+    notes.obey(joined, before, 99.0)
+    divided = msgspec.structs.replace(joined, sequence=100, next_layout=joined.stages[:1], reason="1 stage")
+    notes.obey(divided, joined, 99.0)
+    notes.obey(msgspec.structs.replace(joined, sequence=101, era=1, reason="the run goes back"), joined, 101.0)
+    assert [note.reason for note in notes.tell(101.0)] == ["first plan", "c joined", "1 stage", "the run goes back"]
 
 
 def test_who_came_later_is_told_what_was_before_and_nothing_twice(make_plan):

@@ -37,7 +37,8 @@ def test_a_peer_is_shown_with_its_speed_and_its_share_of_its_stage(make_plan, ma
 def test_the_newest_plans_are_told_with_their_reasons(make_plan):
     coordinator = policy()
     for sequence in range(1, NOTES_MAX + 4):
-        plan = make_plan([["a"], ["b"]], coordinator="a", order=(1, sequence), reason=f"{sequence} " + "x" * 500).plan
+        stages = [["a"], ["b"]] if sequence % 2 else [["b"], ["a"]]
+        plan = make_plan(stages, coordinator="a", order=(1, sequence), reason=f"{sequence} " + "x" * 500).plan
         coordinator.obey(plan, float(sequence))
     status = swarm_status(coordinator.view, plan, NOTES_MAX + 10.0, owner=PeerID("a"))
     assert [note.sequence for note in status.plans] == list(range(4, NOTES_MAX + 4))
@@ -50,13 +51,14 @@ def test_two_hundred_peers_and_a_full_history_fit_in_a_frame(make_plan, make_hea
     coordinator = policy()
     peers = [f"{number:0{PEER_ID_CHARS}}" for number in range(200)]
     for sequence in range(1, NOTES_MAX + 1):
-        plan = make_plan([peers[:90], peers[90:]], coordinator=peers[0], order=(1, sequence), reason="x" * 500).plan
+        stages = [peers[:90], peers[90:]] if sequence % 2 == NOTES_MAX % 2 else [peers[:89], peers[89:]]
+        plan = make_plan(stages, coordinator=peers[0], order=(1, sequence), reason="x" * 500).plan
         coordinator.obey(plan, 0.0)
     for stage, group in enumerate((peers[:90], peers[90:])):
         for peer in group:
             coordinator.view.hear(peer, make_heartbeat(peer, stage=stage, forward_s=0.012345, version=12345), 1.0)
     status = swarm_status(coordinator.view, plan, 2.0, owner=PeerID("a"))
-    assert len(status.peers) == 200
+    assert (len(status.peers), len(status.plans)) == (200, NOTES_MAX)
     assert len(msgspec.msgpack.encode(status)) < FRAME_BYTES
 
 
