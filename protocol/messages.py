@@ -765,7 +765,7 @@ class StateRequest(EraMessage, frozen=True):
     base: int = -1
     """Version of the bf16 parameters that the sender has, so that a difference to them is enough; -1: it has none."""
     to_compare: bool = False
-    """The sender has the state already: describe what most holders have signed, and pin nothing."""
+    """The sender has the state of `version` already: describe what holders have signed of it, and pin nothing."""
 
 
 class StateOffer(EraMessage, frozen=True):
@@ -782,7 +782,7 @@ class StateOffer(EraMessage, frozen=True):
 
 class Keep(EraMessage, frozen=True):
     """Asks the receiver to copy the sender's layers to the receiver's disk, in case the sender's whole stage dies. The
-    answer does not wait for the copy."""
+    answer does not wait for the copy: a sender that leaves asks again until `Saved` names the version."""
 
     version: int
     layers: tuple[str, ...]
@@ -810,8 +810,8 @@ class Save(EraMessage, frozen=True):
 
 
 class Saved(_Message, frozen=True):
-    """Answers a Save: the sender's layers are on disk at `version`. If `version` is below the requested one, the sender
-    has not reached the requested version yet."""
+    """Answers a Save or a Keep: the layers are on the sender's disk at `version`. If `version` is below the requested
+    one, the sender has not reached the requested version, or has not written it yet."""
 
     version: int
 

@@ -154,12 +154,6 @@ class PlanOptions:
     compare: Annotated[
         bool, typer.Option("--compare", help="Compare all layouts in a table, row by row as they are found.")
     ] = False
-    simulated: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE.json", help="A file of `shoal simulate --json`: say which row a live swarm reaches."
-        ),
-    ] = None
     json: Json = False
 
 

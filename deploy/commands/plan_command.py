@@ -37,7 +37,7 @@ from shoal.deploy.planning.proposal import (
     stages_with_memory,
 )
 from shoal.deploy.planning.rows import Column, Rows
-from shoal.deploy.simulate.reached import read_simulated, said_of_live, said_of_none
+from shoal.deploy.simulate.reached import how_to_compare
 from shoal.deploy.simulate.scenario import Scenario, find_scenario
 from shoal.deploy.terminal.plain import say_json
 from shoal.deploy.terminal.progress import sign_of_life
@@ -95,14 +95,6 @@ def show_plan(what: str, asked: PlanOptions) -> None:
         seed=asked.seed,
         seconds=asked.seconds,
     )
-    reached = None
-    if asked.simulated is not None:
-        reached = read_simulated(
-            asked.simulated,
-            scenario=scenario.name,
-            num_devices=scenario.topology.num_devices,
-            tokens_per_step=request.workload.tokens_per_step,
-        )
     judge = request.objective if aim == "throughput" else DtfmObjective(request.topology, request.constants)
     console = open_console(quiet=asked.json)
     tell(console, scenario.title, style="bold")
@@ -117,12 +109,7 @@ def show_plan(what: str, asked: PlanOptions) -> None:
     planning = _Planning(what=what, scenario=scenario, request=request, aim=aim, judge=judge, console=console)
     if asked.compare:
         reports = _show_comparison(planning)
-        tokens_per_s = {
-            shown_name(report.layout): report.parts["tokens_per_s"]
-            for report in reports
-            if "tokens_per_s" in report.parts and not report.same_as
-        }
-        tell(console, said_of_none(what) if reached is None else said_of_live(reached, tokens_per_s))
+        tell(console, how_to_compare(what))
     else:
         steps = None if run is None else run.training.steps  # a scenario's steps are only a simulation's length
         reports = [_show_one(planning, Wishes(tokens=tokens, steps=steps, price_kwh=asked.price_kwh))]

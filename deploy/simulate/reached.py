@@ -1,22 +1,15 @@
 """Compares a live run, in which the swarm's own coordinators choose the layouts, with a run that has the planned layout
 from the beginning.
-
-`shoal plan --simulated` reads the result of such a comparison, and says between which of its rows the live run lies.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 
 import msgspec
 
-from shoal.deploy.base.disk_error import or_say
 from shoal.deploy.base.words import printable
 from shoal.deploy.simulate.outcome import Outcome
 from shoal.deploy.simulate.result import SETTLED_S
-from shoal.protocol.errors import LocalError
-from shoal.protocol.limits import TRACE_BYTES_MAX
-from shoal.protocol.toml_file import read_at_most
 
 WORK_S = 600.0
 """Tokens are compared over the first `WORK_S` virtual seconds, or over the live run if it is shorter."""
@@ -100,58 +93,9 @@ def _times(number: int) -> str:
     return {0: "never", 1: "once", 2: "twice"}.get(number, f"{number} times")
 
 
-# --- beside the rows of `shoal plan` ---
-
-
-class Simulated(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of a file of `shoal simulate --json` that `shoal plan --simulated` reads."""
-
-    scenario: str
-    devices: tuple[str, ...]
-    tokens_per_step: int
-    reached: Reached | None = None
-
-
-def read_simulated(path: Path, *, scenario: str, num_devices: int, tokens_per_step: int) -> Reached:
-    """Read the comparison in a file of `shoal simulate --json`. Raises: LocalError, in one line: the file is missing,
-    is of another swarm, or has no comparison with a live run."""
-    try:
-        with or_say(f"cannot read {path}"):
-            found = msgspec.json.decode(read_at_most(path, TRACE_BYTES_MAX), type=Simulated)
-    except msgspec.DecodeError as error:
-        raise LocalError(f"{path} is no comparison that `shoal simulate --json` wrote: {error}") from error
-    if (found.scenario, len(found.devices), found.tokens_per_step) != (scenario, num_devices, tokens_per_step):
-        raise LocalError(
-            f"{path} is of {printable(found.scenario)}, {len(found.devices)} devices and {found.tokens_per_step:,} "
-            f"tokens a step, and this is {scenario}, {num_devices} devices and {tokens_per_step:,} tokens"
-        )
-    if found.reached is None:
-        raise LocalError(f"in {path} no live swarm is beside a planned one: simulate with --strategies ours,live")
-    return found.reached
-
-
-def said_of_live(reached: Reached, tokens_per_s: Mapping[str, float]) -> str:
-    """Say between which rows of `shoal plan` the live run's tokens/s lie. Args: tokens_per_s: predicted, by row."""
-    slower = {name: rate for name, rate in tokens_per_s.items() if rate <= reached.tokens_per_s}
-    faster = {name: rate for name, rate in tokens_per_s.items() if rate > reached.tokens_per_s}
-    places = []
-    if slower:
-        name = max(slower, key=lambda each: slower[each])
-        places.append(f"above {name} ({slower[name]:,.0f})")
-    if faster:
-        name = min(faster, key=lambda each: faster[each])
-        places.append(f"below {name} ({faster[name]:,.0f})")
-    between = f": {' and '.join(places)}" if places else ""
-    return (
-        f"A live swarm reaches {reached.tokens_per_s:,.0f} tokens/s, as simulated from {reached.from_s:,.0f} s of "
-        f"virtual time on{between}. That is {reached.share:.2f} of the simulated pace of {printable(reached.planned)}."
-    )
-
-
-def said_of_none(scenario: str) -> str:
-    """Tell people, if no simulation is given, with which command to simulate a live run of `scenario`."""
+def how_to_compare(scenario: str) -> str:
+    """Tell people with which command to simulate a live run of `scenario`."""
     return (
         "Arithmetic does not say which of these rows a live swarm reaches: its coordinators measure, search and move. "
-        f"`shoal simulate {printable(scenario)} --strategies ours,live --json live.json` plays one, and `--simulated "
-        "live.json` here says it."
+        f"`shoal simulate {printable(scenario)} --strategies ours,live` plays one, and says it."
     )

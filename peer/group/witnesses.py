@@ -76,25 +76,30 @@ class Witnesses:
         """Return the state that `newcomer` may fetch. Args: version: the version that it asks for; < 0: the newest that
         most of its voters have signed.
 
-        Returns: None: the plan does not name `newcomer` in the group, or the requested version is not kept here.
+        Returns: None: the plan does not name `newcomer` in the group, or the requested version is not kept here. The
+        signatures of a requested version are those known so far.
         Raises: Refused: too few holders have signed any kept state so far.
         """
         core = self._core
         if newcomer not in core.group_peers:
             return None
         if version >= 0:
-            kept = self._kept.get(version)
-            return kept[0] if kept else None
+            return self._signed(version, core.voters(newcomer)) if version in self._kept else None
         await self._sign(state)
         asked = core.voters(newcomer)
         for at in sorted(self._kept, reverse=True):
-            found, root = self._kept[at]
-            signers = self._attestations.signers(at, root)
+            signers = self._attestations.signers(at, self._kept[at][1])
             if is_majority(sum(peer in signers for peer in asked), asked):
-                ranked = sorted(signers.items(), key=lambda signed: (signed[0] not in asked, signed[0]))
-                return Witnessed(found.state, found.proofs, tuple(ranked[:SIGNATURES_PER_OFFER_MAX]))
+                return self._signed(at, asked)
         self._tell(state.version)  # again: a holder may not have known us as a member the first time
         raise Refused(core.me, "waits until most holders have signed what it holds")
+
+    def _signed(self, version: int, asked: tuple[PeerID, ...]) -> Witnessed:
+        """Return the kept state of `version` with its signatures, those of `asked` first."""
+        found, root = self._kept[version]
+        signers = self._attestations.signers(version, root)
+        ranked = sorted(signers.items(), key=lambda signed: (signed[0] not in asked, signed[0]))
+        return Witnessed(found.state, found.proofs, tuple(ranked[:SIGNATURES_PER_OFFER_MAX]))
 
     async def _sign(self, state: StageState) -> None:
         if state.version in self._kept or state.version in self._signing:

@@ -17,8 +17,8 @@ from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys
-from shoal.protocol.limits import KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE
-from shoal.protocol.messages import Done, Keep
+from shoal.protocol.limits import CALL_TIMEOUT_S, KEEPING_AT_ONCE_S, KEEPING_S_MIN, KEEPING_SHARE
+from shoal.protocol.messages import Keep, Saved
 from shoal.protocol.plan import Plan
 from shoal.protocol.spec import RunSpec
 
@@ -58,7 +58,10 @@ class Copies:
         self._inbox = inbox
         self._plans, self._life = plans, life
         self._tasks = tasks
-        self._fetching: set[tuple[PeerID, tuple[str, ...]]] = set()
+        self._fetching: dict[tuple[PeerID, tuple[str, ...]], int] = {}
+        """(Sender of a Keep, layers) -> the version that we fetch for it."""
+        self._failed: dict[tuple[PeerID, tuple[str, ...]], int] = {}
+        """(Sender of a Keep, layers) -> the last version that we could not fetch or write."""
         self._fetched_until_s: dict[PeerID, float] = {}
         """Member -> time until which its past copies count, each for 1 / `KEEPING_SHARE` times its fetch."""
         self._saving: dict[int, asyncio.Lock] = {}
@@ -84,11 +87,18 @@ class Copies:
         if self._plans.begins_with(state.version) and self._life.is_ending:
             return
         # Each copy under way holds a state in memory, and one more copy would slow it down.
-        under_way = [given for given in self._given.get(group, ()) if self._server.is_giving(*given)]
-        self._given[group] = under_way
-        if not under_way:
-            await self._server.pin(state)
-            self._given[group] += await self._offer(group, state, copies)
+        under_way = self._given[group] = [at for at in self._given.get(group, ()) if self._server.is_giving(*at)]
+        if under_way:
+            return
+        await self._server.pin(state)
+        message = Keep(version=state.version, layers=tuple(state.layers))
+        for copy in copies:
+            for peer in self._to_ask(group, copy):
+                with Tolerating(logger.debug, "no copy there"):
+                    await self._endpoint.ask(peer, message, Saved)
+                    under_way.append((peer, state.version))
+                    self._server.gives_copy(peer, state.version, state.layers)
+                    break
 
     async def save(self, group: int, state: StageState) -> bool:
         """Sign `state`, and write it to our disk if it is not there yet. Returns: True if the disk has it now."""
@@ -99,43 +109,33 @@ class Copies:
             return is_there or await self._archive.write(state, era=era)
 
     async def give(self, group: int, state: StageState, *, until_s: float) -> list[PeerID]:
-        """Have other peers keep `state` before we leave. Returns: the peers that have received it by `until_s`."""
+        """Have other peers keep `state` before we leave. Returns: the peers that have it on disk by `until_s`."""
         await self._server.pin(state)
-        asked = [peer for peer, _ in await self._offer(group, state, list(range(WRITERS)), is_awaited=True)]
-        given: list[PeerID] = []
-        while len(given) < len(asked):
-            given = [peer for peer in asked if self._server.has_given(peer, state.version)]
-            if self._clock.now_s() >= until_s:
-                break
-            await asyncio.sleep(0.05)
-        return given
+        kept = await asyncio.gather(*(self._kept_by(group, state, copy, until_s) for copy in range(WRITERS)))
+        return list(dict.fromkeys(peer for peer in kept if peer is not None))
 
-    async def _offer(
-        self, group: int, state: StageState, copies: list[int], *, is_awaited: bool = False
-    ) -> list[tuple[PeerID, int]]:
-        """Ask peers outside the group to keep copies of `state`. Returns: (keeper, version) of each copy.
-
-        Args: copies: indices, below `WRITERS`, of the copies to ask for. is_awaited: we leave after the copies are
-            made, so they are not sent at the lowest priority."""
-        plan = self._plans.newest
-        if plan is None:
-            return []
-        outside = keepers(plan, group)
-        taken: list[tuple[PeerID, int]] = []
+    async def _kept_by(self, group: int, state: StageState, copy: int, until_s: float) -> PeerID | None:
+        """Ask one peer after the other to keep `state`, until one has it on disk. None: no peer has by `until_s`."""
         message = Keep(version=state.version, layers=tuple(state.layers))
-        for copy in copies:
-            # Each copy begins at another peer, so that one peer gets both only if there is no other.
-            for peer in outside[copy % max(1, len(outside)) :] + outside[: copy % max(1, len(outside))]:
-                with Tolerating(logger.debug, "no copy there"):
-                    await self._endpoint.ask(peer, message, Done)
-                    taken.append((peer, state.version))
-                    if not is_awaited:
-                        self._server.gives_copy(peer, state.version, state.layers)
-                    break
-        return taken
+        for peer in self._to_ask(group, copy):
+            with Tolerating(logger.info, "no copy there"):
+                while (left_s := until_s - self._clock.now_s()) > 0.0:
+                    answer_s = min(left_s, CALL_TIMEOUT_S)
+                    if (await self._endpoint.ask(peer, message, Saved, timeout_s=answer_s)).version >= state.version:
+                        return peer
+                    await asyncio.sleep(0.25)
+        return None
 
-    async def _on_keep(self, source: PeerID, message: Keep) -> Done:
-        me = self._endpoint.peer_id
+    def _to_ask(self, group: int, copy: int) -> list[PeerID]:
+        """Return the keepers of `group` in the order in which copy number `copy` asks them. Each copy begins at another
+        keeper, so that one gets both copies only if there is no other."""
+        plan = self._plans.newest
+        outside = keepers(plan, group) if plan is not None else []
+        first = copy % max(1, len(outside))
+        return outside[first:] + outside[:first]
+
+    async def _on_keep(self, source: PeerID, message: Keep) -> Saved:
+        me, copy = self._endpoint.peer_id, (source, message.layers)
         plan = self._plans.newest
         if not self._archive.keeps:
             raise Refused(me, "keeps nothing on disk")
@@ -146,26 +146,34 @@ class Copies:
             raise Refused(me, "does not know the sender as a holder")
         if not any(message.layers == group_keys(self._spec.model, plan, group) for group in plan.groups_of(source)):
             raise RemoteError(source, "asks to keep layers that it does not hold")
-        if (source, message.layers) in self._fetching:
+        if self._archive.has(message.layers, era=self._endpoint.era, version=message.version):
+            return Saved(version=message.version)
+        if self._fetching.get(copy) == message.version:
+            return Saved(version=0)
+        if copy in self._fetching:
             raise Refused(me, "still fetches the previous copy")
+        if self._failed.get(copy) == message.version:
+            raise Refused(me, "could not keep that version")
         now_s = self._clock.now_s()
         self._fetched_until_s = {p: at_s for p, at_s in self._fetched_until_s.items() if at_s > now_s}
         if self._fetched_until_s.get(source, now_s) > now_s + KEEPING_AT_ONCE_S:
             raise Refused(me, "has spent its time for copies of the sender's state, and keeps no more for now")
-        self._fetching.add((source, message.layers))
+        self._fetching[copy] = message.version
         self._tasks.spawn(self._keep(source, message), f"keep version {message.version} of {message.layers[0]}")
-        return Done()
+        return Saved(version=0)
 
     async def _keep(self, source: PeerID, message: Keep) -> None:
-        era, began_s = self._endpoint.era, self._clock.now_s()
+        era, began_s, copy = self._endpoint.era, self._clock.now_s(), (source, message.layers)
         fetcher = StateFetcher(self._spec, message.layers, self._inbox)
+        self._failed[copy] = message.version
         try:
             state = await fetcher.fetch([source], version=message.version)
-            await self._archive.write(state, era=era)
+            if await self._archive.write(state, era=era):
+                del self._failed[copy]
         except (Unreachable, Refused, RemoteError) as error:
             logger.warning("no copy of version %d: %s", message.version, error)
         finally:
-            self._fetching.discard((source, message.layers))
+            del self._fetching[copy]
             took_s = max(KEEPING_S_MIN, self._clock.now_s() - began_s)
             since_s = max(began_s, self._fetched_until_s.get(source, began_s))
             self._fetched_until_s[source] = since_s + took_s / KEEPING_SHARE

@@ -7,9 +7,11 @@ have received (`relay.py`). *Carriers* fetch ranges from a single holder for us,
 
 import asyncio
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,8 @@ from torch import Tensor
 from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.handoff.inbox import RANGE_TIMEOUT_S, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import begun_numel
-from shoal.peer.handoff.relay import Relay, owner_of
+from shoal.peer.handoff.range_fetch import Range, RangeFetch, RangeRequest
+from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL, TRAINED
 from shoal.peer.model.state import LayerState, RoundedWeights, StageState, state_numels
 from shoal.peer.replica.attestations import is_majority
@@ -27,26 +30,6 @@ from shoal.protocol.messages import StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
-
-_REFUSED_S = 1.0
-"""Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
-is fetching for itself."""
-_OTHERS_S_FIRST = 2.0
-"""Seconds for which we do not ask a holder for ranges that group peers or carriers should bring: otherwise the holder
-would send the same bytes twice, and if a layer has few ranges, all fetching peers would wait for the holder's uplink. A
-measured time replaces this value once the holder has sent us a range (`_leaves_to_others_s`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Range:
-    """Elements [start, stop) of one tensor of one layer. `tensor`: 0 for the parameters, 1 and 2 for the moments."""
-
-    key: str
-    tensor: int
-    start: int
-    stop: int
-    owner: PeerID
-    """The fetching peer that gets this range from a holder, and passes it on."""
 
 
 @dataclass(slots=True)
@@ -98,7 +81,6 @@ class StateFetcher:
         self._inbox, self._endpoint, self._compute = inbox, inbox.endpoint, inbox.compute
         self._vectors = inbox.vectors
         self._device = device or inbox.vectors.host
-        self._sources: dict[str, list[PeerID]] = {}
         self._digests: dict[str, str] = {}
         self._version = -1
         self._stored_era = TRAINED
@@ -107,15 +89,9 @@ class StateFetcher:
         """Holders that also have the weights `_base`, so that they can send the difference from these."""
         self._may_ask = may_ask
         self._relay = Relay(TRAINED, -1, vectors=self._vectors)
-        self._group_peers: set[PeerID] = set()
-        """Reachable group peers, which fetch the same layers as we do."""
-        self._carriers: list[PeerID] = []
-        """Peers that we ask to fetch ranges from a holder and send them on to us."""
-        self._took_s: dict[PeerID, float] = {}
-        """Holder -> seconds that its slowest range took."""
-        self._passed: dict[str, bool] = {}
-        """Layer -> True: helpers (group peers, carriers) were asked for a part of it, or an earlier fetch left a part;
-        False: it failed the check of its digest, and is now fetched from holders only; absent: neither."""
+        self._ranges = RangeFetch(inbox.endpoint.peer_id)
+        self._renewed_s: dict[PeerID, float] = {}
+        """Holder that refused a range, and has sent none since -> the time at which it offered the state again."""
         self.progress = FetchProgress()
 
     async def fetch(
@@ -155,9 +131,9 @@ class StateFetcher:
         """
         self._version, self._stored_era, self._base = version, stored_era, base
         if relay is not None:
-            self._relay, self._group_peers = relay, set(relay.group_peers)
+            self._relay = relay
+        self._ranges = RangeFetch(self._endpoint.peer_id, self._relay.group_peers, carriers)
         begun = begun or {}
-        self._carriers = [peer for peer in carriers if peer not in self._group_peers][:32]
         only = dict(expected or {}) | {key: at.digest for key, at in begun.items()}
         digests = self._digests = self._choose(await self._offers(holders, is_witnessed, voters, at_least), only)
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
@@ -172,7 +148,7 @@ class StateFetcher:
             self._relay.begin(key, layer.tensors, whole=True)
         self.progress.total = sum(tensor.numel() for key in missing for tensor in self._relay.tensors[key])
         for key, at in begun.items():
-            self._passed[key] = True
+            self._ranges.helped[key] = True
             for index, start, stop in self._relay.ranges_of(key):
                 if (index, start) in at.here:
                     self._came(key, index, start, stop)
@@ -252,7 +228,7 @@ class StateFetcher:
                 raise Unreachable(self._endpoint.peer_id, f"nobody offers the state of {key}")
             votes = Counter(named.values())
             digests[key] = max(votes, key=lambda digest: votes[digest])
-            self._sources[key] = [peer for peer, digest in named.items() if digest == digests[key]]
+            self._ranges.sources[key] = [peer for peer, digest in named.items() if digest == digests[key]]
         return digests
 
     async def _ask_all(self, holders: Sequence[PeerID], version: int) -> dict[PeerID, StateOffer]:
@@ -277,191 +253,78 @@ class StateFetcher:
 
     async def _fetch_layers(self, keys: Sequence[str]) -> None:
         """Fill the tensors of `keys`. A holder that fails is asked for no layer any more."""
-        left = dict.fromkeys(wanted for key in keys for wanted in self._ranges_of(key))
-        while left:
-            orphan = next((wanted.key for wanted in left if not self._sources[wanted.key]), None)
-            if orphan is not None:
-                raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
-            await self._fetch_ranges(left)
-
-    async def _fetch_ranges(self, left: dict[_Range, None]) -> None:
-        """Fetch the ranges in `left` from holders, group peers and carriers at once. Remove each from `left` when it
-        arrives. Return when `left` is empty, or when every holder has failed.
-
-        After a while, a holder that has no other range to send is also asked for the ranges that group peers or
-        carriers should bring, so that a slow helper does not delay the fetch.
-        """
-        loop = asyncio.get_running_loop()
-        begun_s, under_way = loop.time(), Counter[PeerID]()
-        todo, lent = list(left), dict[_Range, None]()
-        """Ranges to fetch: in `todo`, no peer is asked for them now; in `lent`, only a helper is."""
-        nothing_left = asyncio.Event()
-
-        async def get(peer: PeerID, wanted: _Range, via: PeerID | None = None) -> None:
-            await self._fetch_range(peer, wanted, via=via)
-            if wanted in left:
-                del left[wanted]
-                self._came(wanted.key, wanted.tensor, wanted.start, wanted.stop)
-            if not left:
-                nothing_left.set()
-
-        async def work(peer: PeerID) -> None:
-            may_renew = True
-            while True:
+        loop, asking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
+        for key in keys:
+            self._ranges.begin(key, self._relay.ranges_of(key), self._relay.here[key])
+        self._ranges.start(loop.time())
+        try:
+            while self._ranges.left:
+                now_s, orphan = loop.time(), self._ranges.orphan()
+                if orphan is not None and not asking:
+                    raise Unreachable(self._endpoint.peer_id, f"all holders of {orphan} were lost while fetching")
                 if self._may_ask is not None and not self._may_ask.is_set():
-                    await self._held_up(peer, self._may_ask)
-                    continue
-                wanted = self._next_own(peer, todo)
-                if wanted is None:
-                    # Take the range that helpers would ask for last, or the one that they were asked for first.
-                    others = (*reversed(todo), *lent)
-                    wanted = next((each for each in others if peer in self._sources[each.key]), None)
-                    if wanted is None:
-                        return
-                    if under_way[peer] or loop.time() < begun_s + self._leaves_to_others_s(peer):
-                        await asyncio.sleep(0.1)
-                        continue
-                if wanted in lent:
-                    del lent[wanted]
+                    await self._held_up(asking, self._may_ask)
+                elif orphan is not None:
+                    await asyncio.wait(asking)  # what is on its way may serve a later fetch
                 else:
-                    todo.remove(wanted)
-                began_s = loop.time()
-                under_way[peer] += 1
-                try:
-                    await get(peer, wanted)
-                    took_s = loop.time() - began_s
-                    self._took_s[peer] = max(took_s, self._took_s.get(peer, 0.0))
-                    may_renew = True
-                except (Unreachable, Refused, RemoteError) as error:
-                    if wanted in left:
-                        todo.append(wanted)
-                    if not (isinstance(error, Refused) and may_renew and await self._is_offered_again(peer)):
-                        self._lose(peer, error)
-                        return
-                    may_renew = False
-                finally:
-                    under_way[peer] -= 1
-
-        async def help_out(peer: PeerID, *, carries: bool) -> None:
-            """Have a group peer bring the ranges that it owns, or a carrier bring ranges that only one holder has."""
-            next_wanted = self._next_alone if carries else self._next_of_group_peer
-            while (wanted := next_wanted(peer, todo)) is not None:
-                self._passed[wanted.key] = True
-                todo.remove(wanted)
-                lent[wanted] = None
-                is_refused = False
-                try:
-                    await get(peer, wanted, self._sources[wanted.key][0] if carries else None)
-                except Refused:
-                    is_refused = True
-                except (Unreachable, RemoteError) as error:
-                    logger.info("a peer passes no ranges on: %s", error)
-                    self._group_peers.discard(peer)
-                    return
-                finally:
-                    if wanted in lent:
-                        del lent[wanted]
-                        if wanted in left:
-                            todo.append(wanted)
-                if is_refused:
-                    await asyncio.sleep(_REFUSED_S)
-
-        peers = dict.fromkeys(peer for wanted in left for peer in self._sources[wanted.key])
-        working = [asyncio.create_task(work(peer)) for peer in peers for _ in range(2)]
-        helpers = [(peer, False) for peer in sorted(self._group_peers) for _ in range(2)]
-        helpers += [(peer, True) for peer in self._carriers]
-        helping = [asyncio.create_task(help_out(peer, carries=carries)) for peer, carries in helpers]
-        worked = asyncio.gather(*working)
-        here = asyncio.create_task(nothing_left.wait())
-        try:
-            await asyncio.wait((worked, here), return_when=asyncio.FIRST_COMPLETED)
+                    asking |= {asyncio.create_task(self._get(ask)) for ask in self._ranges.due(now_s)}
+                    await _first_of(asking, self._ranges.next_s(now_s) - now_s)
+                for ended in [task for task in asking if task.done()]:
+                    asking.remove(ended)
+                    ended.result()
         finally:
-            worked.cancel()
-            for task in (here, *helping):
+            for task in asking:
                 task.cancel()
-            ended = await asyncio.gather(*working, *helping, return_exceptions=True)
-            await asyncio.gather(worked, here, return_exceptions=True)
-        for error in ended:
-            if isinstance(error, Exception):
-                raise error
+            await asyncio.gather(*asking, return_exceptions=True)
 
-    async def _held_up(self, peer: PeerID, may_ask: asyncio.Event) -> None:
-        """Wait until the fetch may go on; ask the holder every ten seconds, so that the holder keeps the version."""
+    async def _held_up(self, asking: Collection[asyncio.Task[None]], may_ask: asyncio.Event) -> None:
+        """Wait until a request ends or the fetch may go on. Without requests for long, a holder drops the version."""
+        may_go_on = asyncio.create_task(may_ask.wait())
+        if not await _first_of((*asking, may_go_on), 10.0):
+            await self._ask_all(self._ranges.holders, self._version)
+        may_go_on.cancel()
+
+    async def _get(self, ask: RangeRequest) -> None:
+        loop = asyncio.get_running_loop()
         try:
-            async with asyncio.timeout(10.0):  # without requests, the holder drops the version
-                await may_ask.wait()
-        except TimeoutError:
-            await self._ask_all([peer], self._version)
+            await self._fetch_range(ask.peer, ask.wanted, via=ask.via)
+        except (Unreachable, Refused, RemoteError) as error:
+            is_refused = isinstance(error, Refused)
+            is_lost = not is_refused if ask.helps else not (is_refused and await self._is_offered_again(ask))
+            if is_lost:
+                logger.warning("lost a source of state: %s", error)
+            self._ranges.failed(ask, loop.time(), is_lost=is_lost)
+        else:
+            self._renewed_s.pop(ask.peer, None)
+            if self._ranges.came(ask, loop.time()):
+                self._came(ask.wanted.key, ask.wanted.tensor, ask.wanted.start, ask.wanted.stop)
 
-    async def _is_offered_again(self, peer: PeerID) -> bool:
+    async def _is_offered_again(self, ask: RangeRequest) -> bool:
         """True if a holder that has refused a range still offers the same state. The holder may have dropped the
-        version because we requested nothing while group peers brought the ranges."""
-        offer = (await self._ask_all([peer], self._version)).get(peer)
+        version because we requested nothing while group peers brought the ranges. If the holder refuses a range that
+        was requested after it offered the state again, it is not asked once more."""
+        if (renewed_s := self._renewed_s.get(ask.peer)) is not None:
+            return ask.at_s < renewed_s
+        offer = (await self._ask_all([ask.peer], self._version)).get(ask.peer)
+        self._renewed_s[ask.peer] = asyncio.get_running_loop().time()
         named = dict(offer.digests) if offer is not None else {}
-        return all(named.get(key) == self._digests[key] for key, sources in self._sources.items() if peer in sources)
-
-    def _lose(self, peer: PeerID, error: Exception) -> None:
-        logger.warning("lost a source of state: %s", error)
-        for sources in self._sources.values():
-            if peer in sources:
-                sources.remove(peer)
-
-    def _ranges_of(self, key: str) -> list[_Range]:
-        """Return the ranges of a layer that have not arrived."""
-        group_peers = self._group_peers.difference(self._sources[key]) if self._passed.get(key, True) else ()
-        fetching = sorted({self._endpoint.peer_id, *group_peers})
-        numbers = Counter[int]()
-        found = []
-        for index, start, stop in self._relay.ranges_of(key):
-            owner = owner_of(key, index, numbers[index], fetching)
-            numbers[index] += 1
-            if (index, start) not in self._relay.here[key]:
-                found.append(_Range(key, index, start, stop, owner))
-        return found
-
-    def _next_own(self, holder: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        me = self._endpoint.peer_id
-        return next((each for each in todo if each.owner == me and holder in self._sources[each.key]), None)
-
-    def _next_of_group_peer(self, group_peer: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        if group_peer not in self._group_peers:
-            return None
-        return next((wanted for wanted in todo if wanted.owner == group_peer), None)
-
-    def _next_alone(self, carrier: PeerID, todo: Sequence[_Range]) -> _Range | None:
-        """Return for `carrier` the last range in `todo` with a single holder (we begin with the first), or None."""
-        for wanted in reversed(todo):
-            sources = self._sources[wanted.key]
-            is_alone = len(sources) == 1 and sources[0] not in (carrier, self._endpoint.peer_id)
-            if is_alone and self._passed.get(wanted.key, True):
-                return wanted
-        return None
-
-    def _leaves_to_others_s(self, holder: PeerID) -> float:
-        """Return for how many seconds we do not ask `holder` for ranges that group peers or carriers should bring."""
-        took_s = self._took_s.get(holder)
-        return _OTHERS_S_FIRST if took_s is None else (2 + len(self._group_peers)) * took_s
+        return all(named.get(k) == self._digests[k] for k, peers in self._ranges.sources.items() if ask.peer in peers)
 
     def _came(self, key: str, tensor: int, start: int, stop: int) -> None:
         self.progress.done += stop - start
         self._relay.came(key, tensor, start)
 
     def _again(self, key: str) -> None:
-        """Discard a layer that failed its check, and its first source if holders alone sent it, so that it is fetched
-        again. Raises: RemoteError: a single holder sent the whole layer."""
-        tensors, sources, culprit = self._relay.tensors[key], self._sources[key], self._sources[key][0]
-        is_passed = self._passed.get(key, False)
-        self._passed[key] = False
+        """Discard a layer that failed its check, so that it is fetched again. Raises: RemoteError: a single holder sent
+        the whole layer."""
+        tensors, culprit = self._relay.tensors[key], self._ranges.again(key)
         self._relay.begin(key, tensors)
-        if len(sources) == 1 and not is_passed:
+        if culprit is not None:
             raise RemoteError(culprit, f"sent a state of {key} that its own digest contradicts")
-        # With several sources we cannot know which one lied: fetch again without the first, then without the second.
         logger.warning("layer %s did not match its digest: fetching it again", key)
         self.progress.done -= sum(tensor.numel() for tensor in tensors)
-        if not is_passed:
-            sources.remove(culprit)
 
-    async def _fetch_range(self, peer: PeerID, wanted: _Range, *, via: PeerID | None = None) -> None:
+    async def _fetch_range(self, peer: PeerID, wanted: Range, *, via: PeerID | None = None) -> None:
         base = self._base if peer in self._with_base else None
         request = StateChunkRequest(
             stored_era=self._stored_era,
@@ -499,3 +362,13 @@ class StateFetcher:
 
     def _on_device(self, key: str) -> LayerState:
         return self._vectors.layer_state(*(tensor.to(self._device) for tensor in self._relay.tensors[key]))
+
+
+async def _first_of(tasks: Collection["asyncio.Task[Any]"], timeout_s: float) -> bool:
+    """Wait until one of `tasks` ends. Returns: False: none has ended within `timeout_s`, which may be inf."""
+    if not tasks:
+        await asyncio.sleep(timeout_s)
+        return False
+    timeout = None if math.isinf(timeout_s) else timeout_s
+    ended, _ = await asyncio.wait(tasks, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+    return bool(ended)

@@ -11,8 +11,7 @@ Ranges are not checked here: each fetching peer checks whole layers against thei
 """
 
 import asyncio
-import zlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from torch import Tensor
 
@@ -100,13 +99,3 @@ class Relay:
     def _has(self, request: StateChunkRequest) -> bool:
         first = request.start - request.start % (RANGE_CHUNKS * self._vectors.chunk)
         return (request.tensor, first) in self.here[request.layer]
-
-
-def owner_of(key: str, tensor: int, number: int, fetching: Sequence[PeerID]) -> PeerID:
-    """Return the owner of a range: the peer that fetches it from a holder for all peers that fetch the layer.
-
-    Args:
-        number: the range's index within its tensor.
-        fetching: the fetching peers, in an order that is the same for all of them.
-    """
-    return fetching[(zlib.crc32(f"{key}/{tensor}".encode()) + number) % len(fetching)]

@@ -174,11 +174,6 @@ class StateServer:
         pin = self._pins.get((TRAINED, version))
         return pin is not None and peer in pin.left
 
-    def has_given(self, peer: PeerID, version: int) -> bool:
-        """True if `peer` has received all that we offered it of the trained state at `version`."""
-        pin = self._pins.get((TRAINED, version))
-        return pin is not None and peer in pin.served and peer not in pin.left
-
     def gives_copy(self, peer: PeerID, version: int, keys: Iterable[str]) -> None:
         """Record that `peer` will fetch these layers for a copy, so that they are sent at the lowest priority."""
         self._copies.update((peer, version, key) for key in keys)
@@ -262,7 +257,9 @@ class StateServer:
             if not self._has_room((era, version), layers.values()):
                 raise Refused(me, "is giving other versions to others; ask again")
             return await self._offer(source, message, (era, version), layers)
-        if version < 0 and era == TRAINED and not message.to_compare:
+        if message.to_compare:
+            return await self._signed(source, message)
+        if version < 0 and era == TRAINED:
             self._newcomers[source] = self._clock.now_s() + PINNED_S
         pinned = self._pins.get((era, version))
         if pinned is not None and pinned.digests.keys() >= set(message.layers):
@@ -272,11 +269,6 @@ class StateServer:
             raise Refused(me, "does not hold that state")
         if era == TRAINED:
             given = await self._parts.witnessed(source, message.layers, version)
-        if message.to_compare:
-            if given is None:
-                raise Refused(me, "offers nothing to compare: the sender is no newcomer to that state")
-            said = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
-            return StateOffer(version=given.state.version, digests=said, pinned_s=0.0, signatures=given.signatures)
         if given is not None:
             state = given.state
         elif version not in (-1, state.version):
@@ -296,6 +288,14 @@ class StateServer:
         found = {key: kept[key] for key in message.layers if key in kept}
         missing = tuple(key for key in message.layers if key not in found)
         return found | (await self._archive.read(era, version, missing) if missing else {})
+
+    async def _signed(self, source: PeerID, message: StateRequest) -> StateOffer:
+        """Describe the requested version, with its holders' signatures, and pin nothing."""
+        given = await self._parts.witnessed(source, message.layers, message.version)
+        if given is None:
+            raise Refused(self._endpoint.peer_id, f"has nothing signed of version {message.version} for the sender")
+        digests = tuple((key, proof) for key, proof in given.proofs if key in message.layers)
+        return StateOffer(version=given.state.version, digests=digests, pinned_s=0.0, signatures=given.signatures)
 
     async def _step_over(self, keys: Collection[str]) -> None:
         """Wait until a step of these layers has ended, at most `_STEP_WAIT_S`."""
@@ -348,7 +348,7 @@ class StateServer:
         """Offer `source` the layers of version `key` that it requested. Args: layers: to be pinned first, if needed."""
         wanted = set(message.layers)
         pin = await self._pin(key, layers, dict(witnessed.proofs) if witnessed else None, asked_by=source)
-        if witnessed and witnessed.signatures:
+        if witnessed and message.version < 0:
             pin.signatures = witnessed.signatures
         sizes = [tensor.numel() for name in wanted & pin.layers.keys() for tensor in pin.layers[name].tensors]
         pin.left[source] = pin.left.get(source, 0) + sum(sizes)

@@ -413,12 +413,13 @@ class Learner:
         return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
 
     async def _signed(self, version: int) -> Mapping[str, str] | None:
-        """Return layer -> the digest at `version` that most holders have signed. None: the holders are at another
-        version, or have not signed `version` yet."""
+        """Return layer -> the digest at `version` that most holders have signed. None: the holders have not signed
+        `version` yet, or have forgotten it: then they are far ahead."""
         group, keys = self._group, self._runtime.keys
+        request = StateRequest(layers=keys, version=version, to_compare=True)
         for holder in group.holders:
             with Tolerating(logger.info, "nothing to compare the state with yet"):
-                offer = await self._endpoint.ask(holder, StateRequest(layers=keys, to_compare=True), StateOffer)
+                offer = await self._endpoint.ask(holder, request, StateOffer)
                 if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
                     return dict(offer.digests)
         return None

@@ -47,7 +47,7 @@ def keep(liar: Node, number: int) -> tuple[msgspec.Struct, type[msgspec.Struct]]
     replica = liar.peer.replica
     assert replica is not None
     plan = replica.core.plan
-    return Keep(version=replica.version, layers=group_keys(liar.spec.model, plan, replica.stage)), Done
+    return Keep(version=replica.version, layers=group_keys(liar.spec.model, plan, replica.stage)), Saved
 
 
 def hand_over(liar: Node, number: int) -> tuple[msgspec.Struct, type[msgspec.Struct]]:

@@ -28,7 +28,7 @@ from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
 from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import group_keys, stage_layer_keys
-from shoal.protocol.messages import Done, Keep
+from shoal.protocol.messages import Keep, Saved
 from shoal.protocol.plan import ExpertGroup, Member, Plan, Stage
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.disk import SimDisk
@@ -223,8 +223,38 @@ def test_what_is_given_before_a_peer_goes_is_on_the_other_side_when_it_goes(tiny
         assert versions(one) == [VERSION]
         given = await one.copies.give(0, one.state, until_s=one.sim.clock.now_s() + 30.0)
         assert given == [peers["c"].name, peers["d"].name]
-        await asyncio.gather(*(other.tasks.wait() for other in peers.values()))
         assert versions(peers["c"]) == versions(peers["d"]) == [VERSION]
+
+    play(tiny_spec, scene)
+
+
+def test_a_keeper_that_cannot_write_is_not_counted_and_another_is_asked(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        one, full = peers["a"], peers["c"]
+        assert one.state is not None
+        assert full.disk is not None
+        full.disk.make_folder(PurePosixPath("run"))
+        full.disk.limit(0)
+        given = await one.copies.give(0, one.state, until_s=one.sim.clock.now_s() + 30.0)
+        assert given == [peers["d"].name]
+        assert (versions(full), versions(peers["d"])) == ([], [VERSION])
+
+    play(tiny_spec, scene)
+
+
+def test_what_a_keeper_has_already_is_counted_and_not_sent_again(tiny_spec: RunSpec) -> None:
+    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
+        one = peers["a"]
+        await preserve(one, rank=0, num_ready=1, among=peers)
+        assert one.state is not None
+        sent: list[object] = []
+
+        async def noting(*args: Any, **others: Any) -> None:
+            sent.append(args)
+
+        one.endpoint.send = noting  # type: ignore[method-assign]
+        given = await one.copies.give(0, one.state, until_s=one.sim.clock.now_s() + 30.0)
+        assert (given, sent) == ([peers["c"].name, peers["d"].name], [])
 
     play(tiny_spec, scene)
 
@@ -356,10 +386,10 @@ def test_a_stranger_and_other_layers_are_refused(tiny_spec: RunSpec) -> None:
         a, d = peers["a"], peers["d"]
         assert a.state is not None
         with pytest.raises(Refused, match="layers that it does not hold"):
-            await a.endpoint.ask(d.name, Keep(version=VERSION, layers=("head",)), Done)
+            await a.endpoint.ask(d.name, Keep(version=VERSION, layers=("head",)), Saved)
         plans.append(plan_of([[peers["b"].name], [d.name]], []))
         with pytest.raises(Refused, match="does not know the sender"):
-            await a.endpoint.ask(d.name, Keep(version=VERSION, layers=tuple(a.state.layers)), Done)
+            await a.endpoint.ask(d.name, Keep(version=VERSION, layers=tuple(a.state.layers)), Saved)
         assert versions(d) == []
 
     play(tiny_spec, scene)

@@ -690,15 +690,15 @@ def test_what_holders_have_signed_is_told_to_compare_with_and_nothing_is_kept_fo
         b.trained = c.trained = state
 
         async def witnessed(source: PeerID, wanted: Any, version: int) -> Witnessed:
-            assert (source, version) == (newcomer.name, -1)
+            assert (source, version) == (newcomer.name, VERSION)
             return Witnessed(state, state.proofs(), ((b.name, b"signed"),))
 
         b.server._parts.witnessed = witnessed
-        request = StateRequest(layers=keys, to_compare=True)
+        request = StateRequest(layers=keys, version=VERSION, to_compare=True)
         offer = await newcomer.endpoint.ask(b.name, request, StateOffer)
         assert (offer.version, offer.digests, offer.signatures) == (VERSION, state.proofs(), ((b.name, b"signed"),))
         assert b.server._pins == {}
-        with pytest.raises(Refused, match="no newcomer"):
+        with pytest.raises(Refused, match="nothing signed of version"):
             await newcomer.endpoint.ask(c.name, request, StateOffer)
 
     play(scene)

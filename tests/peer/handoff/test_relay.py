@@ -12,7 +12,8 @@ from pretend_services import Trained, ports_of, server_of
 from shoal.peer.encoding.vectors import Vectors
 from shoal.peer.handoff.fetcher import StateFetcher
 from shoal.peer.handoff.inbox import ChunkInbox
-from shoal.peer.handoff.relay import Relay, owner_of
+from shoal.peer.handoff.range_fetch import owner_of
+from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import LayerState, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
