@@ -25,7 +25,6 @@ from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.handoff.fetcher import StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import ChunkInbox, ranges
 from shoal.peer.handoff.initial import InitialWeights, bare_layer, initial_digests
-from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL, StateServer
 from shoal.peer.model.frozen import adapter_of, base_numel
 from shoal.peer.presence.ports import Ports
@@ -170,10 +169,7 @@ class BaseLayers:
         """Fetch a layer, and keep it on disk; without a disk, in memory."""
         fetcher = StateFetcher(self._spec, (key,), self._inbox)
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
-        relay = Relay(INITIAL, 0, group_peers, vectors=self._inbox.vectors)
-        if group_peers:
-            self._server.pass_on(relay)
-        with relay:
+        with self._server.sharing(group_peers) as relay:
             state = await fetcher.fetch(
                 others,
                 version=0,

@@ -1,8 +1,5 @@
 """Fetches state: ranges of one version from all its holders at once. Each layer is checked against the digest that most
-holders name; if the check fails, the layer is fetched again from other holders.
-
-Two kinds of peers help besides the holders. *Group peers* fetch the same layers at the same time, and pass on what they
-have received (`relay.py`). *Carriers* fetch ranges from a single holder for us, over network paths of their own.
+holders name; if the check fails, the layer is fetched again from other holders. `range_fetch.py` says who helps them.
 """
 
 import asyncio
@@ -88,7 +85,7 @@ class StateFetcher:
         self._with_base: set[PeerID] = set()
         """Holders that also have the weights `_base`, so that they can send the difference from these."""
         self._may_ask = may_ask
-        self._relay = Relay(TRAINED, -1, vectors=self._vectors)
+        self._relay = Relay(vectors=self._vectors)
         self._ranges = RangeFetch(inbox.endpoint.peer_id)
         self._renewed_s: dict[PeerID, float] = {}
         """Holder that refused a range, and has sent none since -> the time at which it offered the state again."""
@@ -130,12 +127,12 @@ class StateFetcher:
             numbers that contradict its digest.
         """
         self._version, self._stored_era, self._base = version, stored_era, base
-        if relay is not None:
-            self._relay = relay
+        self._relay = relay or self._relay
         self._ranges = RangeFetch(self._endpoint.peer_id, self._relay.group_peers, carriers)
         begun = begun or {}
         only = dict(expected or {}) | {key: at.digest for key, at in begun.items()}
         digests = self._digests = self._choose(await self._offers(holders, is_witnessed, voters, at_least), only)
+        self._relay.at = self._stored_era, self._version
         logger.info("fetching version %d of %d layers", self._version, len(self._keys))
         has = {key: layer for key, layer in (known or {}).items() if key in digests}
         for key in await self._differing(has):
@@ -255,8 +252,7 @@ class StateFetcher:
         """Fill the tensors of `keys`. A holder that fails is asked for no layer any more."""
         loop, asking = asyncio.get_running_loop(), set[asyncio.Task[None]]()
         for key in keys:
-            self._ranges.begin(key, self._relay.ranges_of(key), self._relay.here[key])
-        self._ranges.start(loop.time())
+            self._ranges.begin(key, self._relay.ranges_of(key), self._relay.here[key], loop.time())
         try:
             while self._ranges.left:
                 now_s, orphan = loop.time(), self._ranges.orphan()
@@ -289,11 +285,10 @@ class StateFetcher:
         try:
             await self._fetch_range(ask.peer, ask.wanted, via=ask.via)
         except (Unreachable, Refused, RemoteError) as error:
-            is_refused = isinstance(error, Refused)
-            is_lost = not is_refused if ask.helps else not (is_refused and await self._is_offered_again(ask))
-            if is_lost:
+            goes_on = isinstance(error, Refused) and (ask.helps or await self._is_offered_again(ask))
+            if not goes_on:
                 logger.warning("lost a source of state: %s", error)
-            self._ranges.failed(ask, loop.time(), is_lost=is_lost)
+            self._ranges.failed(ask, loop.time(), is_lost=not goes_on)
         else:
             self._renewed_s.pop(ask.peer, None)
             if self._ranges.came(ask, loop.time()):

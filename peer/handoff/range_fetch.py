@@ -74,9 +74,12 @@ class RangeFetch:
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
 
-    def begin(self, key: str, ranges: Iterable[tuple[int, int, int]], here: Collection[tuple[int, int]]) -> None:
+    def begin(
+        self, key: str, ranges: Iterable[tuple[int, int, int]], here: Collection[tuple[int, int]], now_s: float
+    ) -> None:
         """Fetch a layer. Args: ranges: (tensor, first element, end) of all of it. here: (tensor, first element) of the
         ranges that have arrived."""
+        self._began_s = now_s
         group_peers = self._group_peers.difference(self.sources[key]) if self.helped.get(key, True) else ()
         fetching, numbers = sorted({self._me, *group_peers}), Counter[int]()
         for tensor, start, stop in ranges:
@@ -89,10 +92,6 @@ class RangeFetch:
     @property
     def holders(self) -> list[PeerID]:
         return list(dict.fromkeys(peer for sources in self.sources.values() for peer in sources))
-
-    def start(self, now_s: float) -> None:
-        """Count the time that helpers have from now on."""
-        self._began_s = now_s
 
     def orphan(self) -> str | None:
         """Return a layer that cannot come any more: nothing is left but layers that have lost all holders."""
@@ -165,10 +164,11 @@ class RangeFetch:
     # --- which range ---
 
     def _of_holder(self, holder: PeerID, now_s: float) -> Range | None:
-        """Return the next range that we own. If there is none, return, after a while, the range that helpers would ask
-        for last, or else the one that they were asked for first."""
+        """Return the next range that we own, or that a lost group peer owns. If there is none, return, after a while,
+        the range that helpers would ask for last, or else the one that they were asked for first."""
         for wanted in self._todo:
-            if wanted.owner == self._me and holder in self.sources[wanted.key]:
+            is_ours = wanted.owner == self._me or self._rests_until_s.get(wanted.owner) == math.inf
+            if is_ours and holder in self.sources[wanted.key]:
                 return wanted
         if self._under_way[holder, False] or now_s < self._began_s + self._leaves_to_others_s(holder):
             return None

@@ -1,11 +1,10 @@
 """Shares the received ranges of one fetch with peers that fetch the same layers at the same time.
 
-At the end of a layout all members of a stage in the next one lack the same layers, and one peer may be the only holder.
-If each of n members fetched everything from this holder, the holder would send the state n times; its line may be so
-slow that this was the reason for the new layout. So each range has an **owner** among the fetching peers; every
-fetching peer computes the same owners, without a message. A peer fetches its own ranges from a holder, and every other
-range from the range's owner, which answers once it has the range. If an owner is slow, its ranges are fetched from a
-holder after all.
+When a layout begins, all members of a stage lack the same layers, and one plan often gives several newcomers a place in
+one group. If each of n peers fetched everything from a sole holder, that holder's line would carry the state n times.
+So each range has an **owner** among the fetching peers; every fetching peer computes the same owners, without a
+message. A peer fetches its own ranges from a holder, and every other range from the range's owner, which answers once
+it has the range. If an owner is slow, or fetches another version, its ranges are fetched from a holder after all.
 
 Ranges are not checked here: each fetching peer checks whole layers against their digests.
 """
@@ -27,15 +26,14 @@ class Relay:
     Args: group_peers: the other peers that fetch some of the same layers.
     """
 
-    def __init__(
-        self, stored_era: int, version: int, group_peers: Collection[PeerID] = (), *, vectors: Vectors
-    ) -> None:
+    def __init__(self, group_peers: Collection[PeerID] = (), *, vectors: Vectors) -> None:
         self.group_peers = frozenset(group_peers)
+        self.at: tuple[int, int] | None = None
+        """(stored era, version) of the fetch; None: no version has been chosen yet."""
         self.until_s = 0.0
         """Time after which the server may drop the relay, if the fetch is done."""
         self.is_done = False
         self._is_void = False
-        self._at = stored_era, version
         self._vectors = vectors
         self.tensors: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
         """Layer -> parameters and moments at full length, of which only the ranges in `here` are filled."""
@@ -84,7 +82,7 @@ class Relay:
     def is_asked(self, source: PeerID, request: StateChunkRequest) -> bool:
         """True if `source` fetches the same state, and the requested layer is part of this fetch."""
         at = request.stored_era, request.version
-        return source in self.group_peers and at == self._at and request.layer in self.tensors and not self._is_void
+        return source in self.group_peers and at == self.at and request.layer in self.tensors and not self._is_void
 
     async def read(self, request: StateChunkRequest, *, patience_s: float) -> Tensor | None:
         """Return the requested tensor once the range is in it; None: the fetch failed or `patience_s` is over."""

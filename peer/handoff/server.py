@@ -156,11 +156,14 @@ class StateServer:
         """Keep a state, which the next step would destroy, for peers that are about to ask for it."""
         await self._pin((TRAINED, state.version), state.layers)
 
-    def pass_on(self, fetched: Relay) -> None:
-        """Share the ranges that our fetch `fetched` receives with its group peers, until a while after the fetch."""
+    def sharing(self, group_peers: Collection[PeerID]) -> Relay:
+        """Return a relay that shares the ranges of a fetch of ours with `group_peers`, until a while after it."""
         self._forget_old()
-        fetched.until_s = self._clock.now_s() + PINNED_S
-        self._relays.append(fetched)
+        relay = Relay(group_peers, vectors=self._vectors)
+        relay.until_s = self._clock.now_s() + PINNED_S
+        if group_peers:
+            self._relays.append(relay)
+        return relay
 
     def pinned_from(self) -> int:
         """Return the oldest version from which a newcomer will replay steps; 2^62 if no newcomer will."""

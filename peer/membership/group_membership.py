@@ -552,12 +552,13 @@ class GroupMembership(ABC):
         pieces again, since no peer knows which pieces a broken stream has lost; a member that has ended the round
         answers with its digest. If no round has begun, repeat our contributions: the leader may have dropped them while
         it could not reach us."""
-        group, version = self.core.group, -1
+        group, version, waits = self.core.group, -1, ""
         while True:
             await asyncio.sleep(PRESS_S)
             if version == group.version < group.steps and group.ready:
-                waits = group.waits_for() + self._whereabouts()
-                logger.info("stage %d stays at version %d: %s", group.stage, version, waits)
+                before, waits = waits, group.waits_for() + self._whereabouts()
+                if waits == before:  # else the step is slow, but goes on
+                    logger.info("stage %d stays at version %d: %s", group.stage, version, waits)
                 self._note_lag()
                 if version not in self.reductions:
                     self.handle(events.StoodStill())

@@ -13,7 +13,6 @@ from shoal.peer.group.catching_up import CatchingUp
 from shoal.peer.group.witnesses import is_witnessed
 from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher
 from shoal.peer.handoff.initial import begins_with_weights, first_state, initial_digests, layers_of
-from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.server import INITIAL
 from shoal.peer.membership.learner import Learner
 from shoal.peer.model.state import LayerState, StageState
@@ -145,9 +144,7 @@ class Joining:
         """Fetch the layers with which an era begins, and share them with the members of our group that lack them too.
         Raises: the errors of `StateFetcher.fetch`."""
         version, era, holders = plan.restore_version, plan.restore_era, self._to_ask()
-        relay = Relay(era, version, self._group.group_peers, vectors=self._runtime.vectors)
-        self._layers.server.pass_on(relay)
-        with relay:
+        with self._layers.server.sharing(self._group.group_peers) as relay:
             state = await self._fetcher(missing).fetch(
                 holders,
                 version=version,
@@ -174,10 +171,12 @@ class Joining:
                 if learner is not None and await learner.begin():
                     await self._take_over(await learner.run())
                     return
-                state = await self._fetcher().fetch(
-                    group.holders,
-                    is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, group.voters(group.me)),
-                )
+                with self._layers.server.sharing(group.joining) as relay:
+                    state = await self._fetcher().fetch(
+                        group.holders,
+                        is_witnessed=lambda offer: is_witnessed(self._endpoint, offer, keys, group.voters(group.me)),
+                        relay=relay,
+                    )
                 if state.version >= self._group.version:
                     await self._take_over(state)
                 while not await self._is_current():
@@ -198,7 +197,7 @@ class Joining:
         a single holder could not send a step's gradient to many members before the next step ends. Returns: False: the
         holder has not committed the step. Raises: Unreachable: no holder can be reached; Refused."""
         holders = self._group.holders
-        joining = sorted({self._group.me, *self._group.group_peers}.difference(holders))
+        joining = sorted((self._group.me, *self._group.joining))
         first = joining.index(self._group.me) % len(holders) if holders else 0
         error = Unreachable(self._endpoint.peer_id, "all other members have gone")
         for holder in (*holders[first:], *holders[:first]):

@@ -20,6 +20,7 @@ import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -86,7 +87,7 @@ class Learner:
         self._sizes = {key: state_layout(runtime.spec, key).numel for key in runtime.keys}
         self._arithmetic = services.arithmetic
         self._take, self._join = take, join
-        self._archive = services.layers.archive
+        self._archive, self._server = services.layers.archive, services.layers.server
         self._era = -1
         self._weights: RoundedWeights | None = None
         self._gathered: dict[str, LayerAt] = {}
@@ -152,7 +153,7 @@ class Learner:
         fetcher = self._fetcher(keys)
         self._progress = fetcher.progress
         self._progress.what = "weights"
-        fetch = fetcher.fetch(group.holders, stored_era=WEIGHTS, voters=group.voters(group.me))
+        fetch = self._fetched(fetcher, stored_era=WEIGHTS, voters=group.voters(group.me))
         fetching = asyncio.create_task(fetch, name=f"fetch weights of group {group.stage}")
         try:
             if await self._is_quick(fetching, fetcher.progress):
@@ -234,8 +235,8 @@ class Learner:
         missing = tuple(key for key in runtime.keys if not self._has(key, group.version))
         fetcher = self._fetcher(missing)
         try:
-            fetched = await fetcher.fetch(
-                group.holders,
+            fetched = await self._fetched(
+                fetcher,
                 stored_era=WEIGHTS,
                 voters=group.voters(group.me),
                 at_least=group.version + 1,
@@ -375,11 +376,9 @@ class Learner:
         is_over = self._is_behind or not self._may_gather.is_set()  # then the holders are past our version
         self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
         try:
-            if begun is not None:
-                fetch = fetcher.fetch(group.holders, version=begun.version, begun={key: begun})
-            else:
-                fetch = fetcher.fetch(group.holders, voters=group.voters(group.me), at_least=self._from)
-            state = await fetch
+            newest: dict[str, Any] = {"voters": group.voters(group.me), "at_least": self._from}
+            how = newest if begun is None else {"version": begun.version, "begun": {key: begun}}
+            state = await self._fetched(fetcher, **how)
             self._gathered[key] = LayerAt(state.version, state.layers[key])
             self._unfinished = {}
         except (Unreachable, Refused, RemoteError):
@@ -423,6 +422,11 @@ class Learner:
                 if offer.version == version and is_witnessed(self._endpoint, offer, keys, group.voters(group.me)):
                     return dict(offer.digests)
         return None
+
+    async def _fetched(self, fetcher: StateFetcher, **how: Any) -> StageState:
+        """Fetch from the group's holders and from those that fetch the same. Args: how: see `StateFetcher.fetch`."""
+        with self._server.sharing(self._group.joining) as relay:
+            return await fetcher.fetch(self._group.holders, relay=relay, **how)
 
     def _has(self, key: str, version: int) -> bool:
         return key in self._gathered and self._gathered[key].version == version

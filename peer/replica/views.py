@@ -49,6 +49,11 @@ class GroupView(MembershipView):
         """The other members that hold the stage's state; draining members come last."""
         return (*self.full_members, *(peer for peer in self.draining if peer not in self.learners))
 
+    @property
+    def joining(self) -> tuple[PeerID, ...]:
+        """The other members that lack the stage's state, learners among them."""
+        return tuple(peer for peer in self.group_peers if peer not in self.full_members)
+
     def share_of(self, peer: PeerID) -> float:
         """Return the peer's share of the traffic among the ready members, in [0, 1]."""
         shares = {member.peer: member.share for member in self.planned if member.peer in self.ranked}

@@ -113,6 +113,7 @@ class Scene:
             me, stage = ME, 0
             group_peers = (*self.group_peers, *self.joining)
             holders = self.group_peers
+            joining = self.joining
 
             @property
             def version(self) -> int:
@@ -135,11 +136,11 @@ class Scene:
         kept = {key: initial_state(self.spec, (key,), torch.device("cpu")).layers[key] for key in self.carries}
         at = plan.restore_era, plan.restore_version
         layers = SimpleNamespace(
-            inbox=SimpleNamespace(endpoint=None, compute=None, vectors=VECTORS),
+            inbox=SimpleNamespace(endpoint=SimpleNamespace(peer_id=ME), compute=None, vectors=VECTORS),
             archive=SimpleNamespace(begin_era=lambda era, group: self.may_begin),
             retained=SimpleNamespace(read=lambda era, version: kept if (era, version) == at else {}),
             ahead=SimpleNamespace(ended=nothing),
-            server=SimpleNamespace(pass_on=lambda relay: None),
+            server=SimpleNamespace(sharing=lambda group_peers: Relay(group_peers, vectors=VECTORS)),
         )
         services = SimpleNamespace(
             endpoint=SimpleNamespace(peer_id=ME), compute=SimpleNamespace(run=compute), layers=layers

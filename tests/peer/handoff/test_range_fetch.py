@@ -17,8 +17,7 @@ def fetching(sources: dict[str, list[PeerID]], **helpers: list[PeerID]) -> Range
     fetch = RangeFetch(ME, **helpers)
     fetch.sources = sources
     for key in sources:
-        fetch.begin(key, SPANS, set())
-    fetch.start(0.0)
+        fetch.begin(key, SPANS, set(), 0.0)
     return fetch
 
 
@@ -38,7 +37,7 @@ def test_each_holder_is_asked_for_two_ranges_at_a_time_in_order():
 def test_a_range_that_is_here_already_is_not_asked_for():
     fetch = RangeFetch(ME)
     fetch.sources["x"] = [A]
-    fetch.begin("x", SPANS, {(0, 0), (1, 0)})
+    fetch.begin("x", SPANS, {(0, 0), (1, 0)}, 0.0)
     assert asked(fetch.due(0.0)) == [(A, "x", 0, 4), (A, "x", 0, 8)]
 
 

@@ -18,6 +18,7 @@ from shoal.peer.handoff.server import StateServer
 from shoal.peer.model.state import LayerState, StageState, initial_state
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
+from shoal.protocol.identity import PeerID
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, StateChunkRequest
 from shoal.protocol.sim.loop import run
@@ -59,8 +60,7 @@ class Node:
     ) -> StageState:
         """From those of `nodes` that have it, together with the others. Args: mates: more that fetch it."""
         others = [n.peer.peer_id for n in (*nodes, *group_peers) if n is not self]
-        relay = Relay(ERA, VERSION, others, vectors=self.vectors)
-        self.server.pass_on(relay)
+        relay = self.server.sharing(others)
         self.fetches.append(relay)
         fetcher = StateFetcher(spec, keys, self.inbox)
         holders = [node.peer.peer_id for node in nodes]
@@ -209,7 +209,7 @@ def test_a_fetch_is_over_when_all_is_here_whatever_others_are_asked_for(
         for other in (silent, *carriers):
             if what == "say nothing":
                 world.pause(other.peer)
-            other.server.pass_on(Relay(ERA, VERSION, [], vectors=VECTORS))
+            other.server.sharing([PeerID("another")])
         begun_s = asyncio.get_running_loop().time()
         names = [carrier.peer.peer_id for carrier in carriers]
         fetched = await one.fetch(tiny_spec, keys, [holder], group_peers=[silent], carriers=names)
@@ -227,10 +227,10 @@ def test_a_layer_that_a_mate_has_spoilt_is_fetched_from_the_holder(
         holder.stored = dict(state.layers)
         liar, honest = group_peers[:2]
         lies = {key: replace(layer, param_N=layer.param_N + 1.0) for key, layer in state.layers.items()}
-        relay = Relay(ERA, VERSION, [honest.peer.peer_id], vectors=VECTORS)
+        relay = liar.server.sharing([honest.peer.peer_id])
+        relay.at = ERA, VERSION
         for key, layer in lies.items():
             relay.begin(key, layer.tensors, whole=True)
-        liar.server.pass_on(relay)
         fetched = await honest.fetch(tiny_spec, keys, [holder, liar, honest])
         assert fetched.digest() == state.digest()
 
@@ -240,8 +240,8 @@ def test_a_layer_that_a_mate_has_spoilt_is_fetched_from_the_holder(
 def test_only_mates_are_given_what_has_come(tiny_spec: RunSpec, keys: tuple[str, ...], state: StageState) -> None:
     async def scene(world: World, holder: Node, group_peers: list[Node]) -> None:
         one, mate, stranger, _ = group_peers
-        relay = Relay(ERA, VERSION, [mate.peer.peer_id], vectors=VECTORS)
-        one.server.pass_on(relay)
+        relay = one.server.sharing([mate.peer.peer_id])
+        relay.at = ERA, VERSION
         key = keys[0]
         relay.begin(key, state.layers[key].tensors)
         wanted = StateChunkRequest(stored_era=ERA, version=VERSION, layer=key, tensor=0, start=0, stop=1)
@@ -285,7 +285,7 @@ def test_others_carry_what_comes_slowly_from_a_lone_holder(
             world.set_link(holder.peer, other.peer, LinkSpec(latency_s=0.001, rate_bytes_per_s=HOLDER_BYTES_PER_S / 4))
         if is_busy:
             for other in others:
-                other.server.pass_on(Relay(ERA, VERSION, [], vectors=VECTORS))
+                other.server.sharing([PeerID("another")])
         begun_s = asyncio.get_running_loop().time()
         fetched = await one.fetch(tiny_spec, keys, [holder, one], carriers=[other.peer.peer_id for other in others])
         took_s = asyncio.get_running_loop().time() - begun_s
