@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from shoal.protocol.identity import PeerID
 
 _REFUSED_S = 1.0
-"""Time after which a helper that refused a range is asked again: a group peer does not have the range yet, or a carrier
-is fetching for itself."""
+"""Time after which a helper that refused a range is asked again."""
+RELAY_WAIT_S = 2.0
+"""The longest time that a group peer waits for a range that it is fetching; then it refuses the range for now. A group
+peer that refuses sooner fetches another version, or nothing."""
 _OTHERS_S_FIRST = 2.0
-"""Seconds for which we do not ask a holder for ranges that group peers or carriers should bring: otherwise the holder
-would send the same bytes twice, and if a layer has few ranges, all fetching peers would wait for the holder's uplink. A
-measured time replaces this value once the holder has sent us a range (`_leaves_to_others_s`)."""
+"""Seconds for which we do not ask a holder for ranges that helpers should bring, since it would send the same bytes
+twice. A measured time replaces this value once the holder has sent us a range (`_leaves_to_others_s`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,10 @@ class RangeFetch:
     """Args: group_peers, carriers: the peers that help besides the holders."""
 
     def __init__(self, me: PeerID, group_peers: Collection[PeerID] = (), carriers: Sequence[PeerID] = ()) -> None:
-        self._me = me
-        self._group_peers = set(group_peers)
-        self._carriers = [peer for peer in carriers if peer not in self._group_peers][:32]
+        self._me, self._group_peers = me, frozenset(group_peers)
+        carrying = [peer for peer in carriers if peer not in self._group_peers]
+        self._helpers = [(peer, False) for peer in sorted(group_peers)] + [(peer, True) for peer in carrying[:32]]
+        """(Peer, whether it is a carrier)."""
         self.sources: dict[str, list[PeerID]] = {}
         """Layer -> the holders that may be asked for it."""
         self.helped: dict[str, bool] = {}
@@ -71,6 +73,8 @@ class RangeFetch:
         """(Peer, whether it is asked as a helper) -> number of requests under way."""
         self._rests_until_s: dict[PeerID, float] = {}
         """Helper that failed to bring a range -> time until which it is asked for none; inf: for good."""
+        self._absent: set[PeerID] = set()
+        """Group peers that are lost, or did not fetch what we fetch when they were last asked."""
         self._took_s: dict[PeerID, float] = {}
         """Holder -> seconds that its slowest range took."""
 
@@ -106,31 +110,27 @@ class RangeFetch:
                 (self._lent if wanted in self._lent else self._todo).pop(wanted)
                 self._under_way[holder, False] += 1
                 asks.append(RangeRequest(holder, wanted, now_s))
-        for peer, of_helper, at_once in (
-            *((peer, self._of_group_peer, 2) for peer in sorted(self._group_peers)),
-            *((peer, self._of_carrier, 1) for peer in self._carriers),
-        ):
-            while self._under_way[peer, True] < at_once and now_s >= self._rests_until_s.get(peer, 0.0):
-                if (wanted := of_helper(peer)) is None:
-                    break
+        for peer, carries in self._helpers:
+            while self._under_way[peer, True] < 2 and (wanted := self._of_helper(peer, carries, now_s)) is not None:
                 self.helped[wanted.key] = True
                 self._lent[wanted] = self._todo.pop(wanted)
                 self._under_way[peer, True] += 1
-                via = self.sources[wanted.key][0] if of_helper == self._of_carrier else None
+                via = self.sources[wanted.key][0] if carries else None
                 asks.append(RangeRequest(peer, wanted, now_s, helps=True, via=via))
         return asks
 
     def next_s(self, now_s: float) -> float:
         """Return the next time at which a request may become due although nothing arrives; inf: at no time."""
-        idle_s = (
-            self._began_s + self._leaves_to_others_s(peer) for peer in self.holders if not self._under_way[peer, False]
-        )
-        return min((at_s for at_s in (*idle_s, *self._rests_until_s.values()) if at_s > now_s), default=math.inf)
+        idle = (peer for peer in self.holders if not self._under_way[peer, False])
+        asked_s = (self._began_s + self._leaves_to_others_s(peer) for peer in idle)
+        return min((at_s for at_s in (*asked_s, *self._rests_until_s.values()) if at_s > now_s), default=math.inf)
 
     def came(self, ask: RangeRequest, now_s: float) -> bool:
         """Note that a range has arrived. Returns: False: it had arrived before, from another peer."""
         self._under_way[ask.peer, ask.helps] -= 1
-        if not ask.helps:
+        if ask.helps:
+            self._absent.discard(ask.peer)
+        else:
             self._took_s[ask.peer] = max(now_s - ask.at_s, self._took_s.get(ask.peer, 0.0))
         is_new = ask.wanted in self.left
         for ranges in (self.left, self._todo, self._lent):
@@ -145,6 +145,7 @@ class RangeFetch:
             self._todo[ask.wanted] = None
         if ask.helps:
             self._rests_until_s[ask.peer] = math.inf if is_lost else now_s + _REFUSED_S
+            (self._absent.add if is_lost or now_s < ask.at_s + RELAY_WAIT_S else self._absent.discard)(ask.peer)
         elif is_lost:
             for sources in self.sources.values():
                 if ask.peer in sources:
@@ -164,26 +165,26 @@ class RangeFetch:
     # --- which range ---
 
     def _of_holder(self, holder: PeerID, now_s: float) -> Range | None:
-        """Return the next range that we own, or that a lost group peer owns. If there is none, return, after a while,
-        the range that helpers would ask for last, or else the one that they were asked for first."""
-        for wanted in self._todo:
-            is_ours = wanted.owner == self._me or self._rests_until_s.get(wanted.owner) == math.inf
-            if is_ours and holder in self.sources[wanted.key]:
-                return wanted
+        """Return the next range that we own, or else that an absent group peer owns. If there is none, return, after a
+        while, the range that helpers would ask for last, or else the one that they were asked for first."""
+        for owners in ({self._me}, self._absent):
+            for wanted in self._todo:
+                if wanted.owner in owners and holder in self.sources[wanted.key]:
+                    return wanted
         if self._under_way[holder, False] or now_s < self._began_s + self._leaves_to_others_s(holder):
             return None
         others = (*reversed(self._todo), *self._lent)
         return next((wanted for wanted in others if holder in self.sources[wanted.key]), None)
 
-    def _of_group_peer(self, group_peer: PeerID) -> Range | None:
-        return next((wanted for wanted in self._todo if wanted.owner == group_peer), None)
-
-    def _of_carrier(self, carrier: PeerID) -> Range | None:
-        """Return the last range with a single holder (we begin with the first), or None."""
-        for wanted in reversed(self._todo):
+    def _of_helper(self, helper: PeerID, carries: bool, now_s: float) -> Range | None:
+        """Return the first range that a group peer owns, or for a carrier the last one with a single holder."""
+        if now_s < self._rests_until_s.get(helper, 0.0):
+            return None
+        if not carries:
+            return next((wanted for wanted in self._todo if wanted.owner == helper), None)
+        for wanted in reversed(self._todo):  # we begin with the first
             sources = self.sources[wanted.key]
-            is_alone = len(sources) == 1 and sources[0] not in (carrier, self._me)
-            if is_alone and self.helped.get(wanted.key, True):
+            if len(sources) == 1 and sources[0] not in (helper, self._me) and self.helped.get(wanted.key, True):
                 return wanted
         return None
 

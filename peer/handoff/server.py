@@ -26,6 +26,7 @@ from shoal.peer.disk.archive import Archive
 from shoal.peer.group.witnesses import Signatures, Witnessed
 from shoal.peer.handoff.inbox import GRADIENT, RANGE_CHUNKS, WEIGHTS, ChunkInbox
 from shoal.peer.handoff.initial import InitialWeights, bare_layer
+from shoal.peer.handoff.range_fetch import RELAY_WAIT_S
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.retained import GradientLog, RetainedLayers
 from shoal.peer.model.state import LayerState, StageState
@@ -54,8 +55,6 @@ _CARRIED_MAX = 4
 """The most ranges that this peer fetches for other peers at once."""
 _STEP_WAIT_S = 2.0
 """The longest time that a request waits while the requested layers step; then the requester has to ask again."""
-_RELAY_WAIT_S = 2.0
-"""The longest time that a request waits for a range that we are fetching; then the requester may ask another peer."""
 _LOOK_S = 0.005
 _FIRST_STEP_S = 60.0
 """The longest time for which copies wait for the first step of a layout before they are sent."""
@@ -458,7 +457,7 @@ class StateServer:
     async def _give_fetched(self, source: PeerID, message: StateChunkRequest, relay: Relay) -> None:
         """Send a range that we are fetching ourselves, once it has arrived."""
         relay.until_s = self._clock.now_s() + PINNED_S
-        values_N = await relay.read(message, patience_s=_RELAY_WAIT_S)
+        values_N = await relay.read(message, patience_s=RELAY_WAIT_S)
         if values_N is None:
             raise Refused(self._endpoint.peer_id, f"has yet to get that range of {message.layer}")
         await self._send(source, message, values_N)

@@ -43,7 +43,7 @@ from shoal.protocol.messages import StateOffer, StateRequest
 logger = logging.getLogger(__name__)
 
 _SEEN_S = 2.0
-"""Minimum seconds for measuring the rate at which weights come."""
+"""Minimum seconds for measuring the rate at which weights come; an eighth of them must have come, too."""
 _SMALL_BYTES = 16 << 20
 """A smaller state is fetched without a learner phase: on most lines that takes no longer than measuring the rate."""
 _RETRY_S = 1.0
@@ -175,7 +175,8 @@ class Learner:
             await asyncio.wait([fetching], timeout=_LOOK_S)
             if progress.total and since_s is None:
                 since_s = loop.time()
-            if since_s is not None and progress.done and (fetching.done() or loop.time() >= since_s + _SEEN_S):
+            is_enough = 8 * progress.done >= progress.total  # the first range may be a small one
+            if since_s is not None and is_enough and (fetching.done() or loop.time() >= since_s + _SEEN_S):
                 weights_s = (loop.time() - since_s) * progress.total / progress.done
                 state_s = weights_s * state_bytes(self._runtime.spec, self._runtime.keys) / (2.0 * progress.total)
                 logger.info("group %d: weights take %.0f s, the state %.0f", self._group.stage, weights_s, state_s)
@@ -412,8 +413,7 @@ class Learner:
         return StageState(version=version, layers={key: layer.to(device) for key, layer in layers.items()})
 
     async def _signed(self, version: int) -> Mapping[str, str] | None:
-        """Return layer -> the digest at `version` that most holders have signed. None: the holders have not signed
-        `version` yet, or have forgotten it: then they are far ahead."""
+        """Return layer -> the digest at `version` that most holders have signed; None: not yet, or not any more."""
         group, keys = self._group, self._runtime.keys
         request = StateRequest(layers=keys, version=version, to_compare=True)
         for holder in group.holders:

@@ -61,14 +61,36 @@ def test_a_holder_gets_the_ranges_of_slow_group_peers_after_a_while():
     assert not fetch.came(next(ask for ask in of_helper if ask.wanted == late[0].wanted), 1.1), "it is here already"
 
 
-def test_a_carrier_brings_the_last_range_of_a_single_holder_and_rests_after_a_refusal():
+@pytest.mark.parametrize(("refused_s", "is_asked"), [(0.05, True), (2.05, False)])
+def test_the_ranges_of_a_group_peer_that_fetches_something_else_are_asked_of_the_holder_at_once(refused_s, is_asked):
+    """One that fetches the same waits for the range before it refuses."""
+    spans = [(0, 4 * number, 4 * number + 4) for number in range(20)]
+    fetch = RangeFetch(ME, [B])
+    fetch.sources["x"] = [A]
+    fetch.begin("x", spans, set(), 0.0)
+    asks = fetch.due(0.0)
+    for ask in asks:
+        if ask.helps:
+            fetch.failed(ask, refused_s, is_lost=False)
+        else:
+            assert ask.wanted.owner == ME
+    while own := [wanted for wanted in fetch.left if wanted.owner == ME]:
+        for ask in [ask for ask in asks if not ask.helps]:
+            fetch.came(ask, refused_s)
+        assert len([wanted for wanted in fetch.left if wanted.owner == ME]) < len(own)
+        asks = [ask for ask in fetch.due(refused_s) if not ask.helps]
+    assert [ask.wanted.owner for ask in asks] == ([B, B] if is_asked else [])
+
+
+def test_a_carrier_brings_the_last_ranges_of_a_single_holder_and_rests_after_a_refusal():
     fetch = fetching({"x": [A], "y": [A, B]}, carriers=[C])
-    (carried,) = (ask for ask in fetch.due(0.0) if ask.helps)
-    assert (carried.peer, carried.via, carried.wanted.key, carried.wanted.tensor) == (C, A, "x", 1)
-    fetch.failed(carried, 0.5, is_lost=False)
+    carried = [ask for ask in fetch.due(0.0) if ask.helps]
+    assert [(ask.peer, ask.via, ask.wanted.key) for ask in carried] == [(C, A, "x")] * 2
+    assert (carried[0].wanted.tensor, carried[0].wanted.start) == (1, 0)
+    fetch.failed(carried[0], 0.5, is_lost=False)
     assert not [ask for ask in fetch.due(0.6) if ask.helps]
     assert fetch.next_s(0.6) == 1.5
-    assert [ask.wanted for ask in fetch.due(1.5) if ask.helps] == [carried.wanted]
+    assert [ask.wanted for ask in fetch.due(1.5) if ask.helps] == [carried[0].wanted]
 
 
 def test_a_layer_without_holders_is_named_once_nothing_else_is_left():
