@@ -65,9 +65,10 @@ def test_the_state_leaves_its_holder_about_once(make_swarm, tiny_spec):
 
 
 @pytest.mark.sim
-def test_the_layers_of_learners_leave_their_holder_about_once(make_swarm, tiny_spec, monkeypatch):
-    """A layer has only three ranges here, and one that has come by two ways counts twice."""
+def test_the_layers_of_learners_leave_their_holder_less_than_half_as_often(make_swarm, tiny_spec, monkeypatch):
+    """Five times without sharing. A layer has only three ranges here, and learners do not begin it at the same moment:
+    the ranges of one that has not begun are asked of the holder."""
     monkeypatch.setattr(learner, "_SMALL_BYTES", 0)
     monkeypatch.setattr(learner, "LIGHT_STATE_S", 0.0)
     times, _ = sent_by_the_holder(make_swarm, tiny_spec)
-    assert times <= 1.6
+    assert times <= 2.4
