@@ -85,9 +85,7 @@ class _Pin:
         self.is_replayed = False
         """A newcomer fetches this version, and will replay the steps after it."""
         self.left: dict[PeerID, int] = {}
-        """Peer -> number of elements that we offered to the peer and have not sent yet."""
-        self.served: set[PeerID] = set()
-        """Peers that have received all that they were offered."""
+        """Peer to which we offered this version -> number of elements that we have not sent it yet."""
 
     def asked_for(self, now_s: float) -> None:
         """Keep the layers for `PINNED_S` from now, because a peer asked for them, but no longer than `PINNED_S_MAX` in
@@ -174,7 +172,7 @@ class StateServer:
         """True if `peer` has not yet received all that we offered it of the trained state at `version`."""
         self._forget_old()
         pin = self._pins.get((TRAINED, version))
-        return pin is not None and peer in pin.left
+        return pin is not None and pin.left.get(peer, 0) > 0
 
     def gives_copy(self, peer: PeerID, version: int, keys: Iterable[str]) -> None:
         """Record that `peer` will fetch these layers for a copy, so that they are sent at the lowest priority."""
@@ -387,7 +385,7 @@ class StateServer:
             relay = next((relay for relay in self._relays if relay.is_asked(source, message)), None)
             if layer is None and relay is not None:
                 await self._give_fetched(source, message, relay)
-            elif pin is not None and source not in pin.left and source not in pin.served:
+            elif pin is not None and source not in pin.left:
                 raise Refused(self._endpoint.peer_id, "has offered the sender no such version")
             elif pin is None or layer is None:
                 raise Refused(self._endpoint.peer_id, f"has not pinned version {message.version} of {message.layer}")
@@ -413,11 +411,7 @@ class StateServer:
             leaving.set_result(is_sent)
             pin.num_sending -= 1
             pin.asked_for(self._clock.now_s())
-        left = pin.left.pop(source, 0) - (message.stop - message.start)
-        if left > 0:
-            pin.left[source] = left
-        else:
-            pin.served.add(source)
+        pin.left[source] = max(0, pin.left.get(source, 0) - (message.stop - message.start))
 
     def _before(self, message: StateChunkRequest) -> Tensor | None:
         """Return the tensor at version `message.base`, from which the requester wants the difference; None: it wants
