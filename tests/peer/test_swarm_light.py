@@ -8,9 +8,12 @@ import msgspec
 import pytest
 
 from shoal.peer.group.reductions import STEPS_MAX
+from shoal.peer.handoff.fetcher import FetchProgress
 from shoal.peer.handoff.server import TRAINED
 from shoal.peer.membership import learner
+from shoal.peer.model.state import state_bytes
 from shoal.protocol.errors import Unreachable
+from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import GatherPart, StateChunk, StateChunkRequest, StateRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import LinkSpec, uniform
@@ -386,3 +389,28 @@ def test_who_is_too_far_behind_takes_no_traffic_until_its_weights_are_fresh_agai
     assert set(found.waiting) == {0}, "what it cannot begin is made by others"
     commits = [swarm.commits[0][step] for step in range(60)]
     assert {(c.microbatches, c.duplicates, c.given_up, c.dissenting) for c in commits} == {(6, 0, 0, 0)}
+
+
+@pytest.mark.parametrize(("rate", "is_quick"), [(1 / 8, True), (1 / 80, False)])
+def test_a_line_is_judged_by_an_eighth_of_the_weights_since_the_first_range_may_be_a_small_one(
+    tiny_spec, rate, is_quick
+):
+    """A 200th has come after two seconds: from that the weights, of 8 s, seem to take 400."""
+    keys = stage_layer_keys(tiny_spec.model, 0, tiny_spec.model.num_layers)
+    total = state_bytes(tiny_spec, keys) // 12
+    progress = FetchProgress(done=total // 200, total=total)
+    of_learner = SimpleNamespace(_runtime=SimpleNamespace(spec=tiny_spec, keys=keys), _group=SimpleNamespace(stage=0))
+
+    async def comes():
+        await asyncio.sleep(3.0)
+        while progress.done < total:
+            progress.done = min(total, int(asyncio.get_running_loop().time() * rate * total))
+            await asyncio.sleep(0.1)
+
+    async def main():
+        fetching = asyncio.create_task(comes())
+        found = await learner.Learner._is_quick(of_learner, fetching, progress)
+        fetching.cancel()
+        return found
+
+    assert run(main()) == is_quick
