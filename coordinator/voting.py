@@ -315,7 +315,7 @@ class PlanNotes:
             self._add(now_s, note)
 
     def judge(self, outcome: str) -> None:
-        """Set the outcome (predicted and measured speed) of the live layout."""
+        """Add to the newest layout's note a sentence on its predicted and measured speed."""
         for name in list(self._notes)[-1:]:
             at_s, note = self._notes[name]
             self._notes[name] = at_s, msgspec.structs.replace(note, outcome=outcome[:REASON_CHARS_MAX])

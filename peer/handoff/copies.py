@@ -61,7 +61,7 @@ class Copies:
         self._fetching: dict[tuple[PeerID, tuple[str, ...]], int] = {}
         """(Sender of a Keep, layers) -> the version that we fetch for it."""
         self._failed: dict[tuple[PeerID, tuple[str, ...]], int] = {}
-        """(Sender of a Keep, layers) -> the last version that we could not fetch or write."""
+        """(Sender of a Keep, layers) -> the last version of which we tried in vain to keep a copy."""
         self._fetched_until_s: dict[PeerID, float] = {}
         """Member -> time until which its past copies count, each for 1 / `KEEPING_SHARE` times its fetch."""
         self._saving: dict[int, asyncio.Lock] = {}

@@ -1,5 +1,5 @@
 """Fetches state: ranges of one version from all its holders at once. Each layer is checked against the digest that most
-holders name; if the check fails, the layer is fetched again from other holders. `range_fetch.py` says who helps them.
+holders name; if the check fails, the layer is fetched again from other holders. `range_fetch.py` plans the requests.
 """
 
 import asyncio
@@ -360,7 +360,7 @@ class StateFetcher:
 
 
 async def _first_of(tasks: Collection["asyncio.Task[Any]"], timeout_s: float) -> bool:
-    """Wait until one of `tasks` ends. Returns: False: none has ended within `timeout_s`, which may be inf."""
+    """Wait at most `timeout_s` seconds, or for ever if that is inf, until a task ends. Returns: True if one has."""
     if not tasks:
         await asyncio.sleep(timeout_s)
         return False

@@ -50,7 +50,8 @@ class RangeRequest:
 
 
 class RangeFetch:
-    """Args: group_peers, carriers: the peers that help besides the holders."""
+    """The ranges that one fetch lacks, and the peers that may bring them. The caller sends each request that `due`
+    returns, and reports its end by `came` or `failed`. Args: group_peers, carriers: helpers, see above."""
 
     def __init__(self, me: PeerID, group_peers: Collection[PeerID] = (), carriers: Sequence[PeerID] = ()) -> None:
         self._me, self._group_peers = me, frozenset(group_peers)
@@ -120,7 +121,7 @@ class RangeFetch:
         return asks
 
     def next_s(self, now_s: float) -> float:
-        """Return the next time at which a request may become due although nothing arrives; inf: at no time."""
+        """Return when to call `due` again if no request ends before; inf: there is no need to."""
         idle = (peer for peer in self.holders if not self._under_way[peer, False])
         asked_s = (self._began_s + self._leaves_to_others_s(peer) for peer in idle)
         return min((at_s for at_s in (*asked_s, *self._rests_until_s.values()) if at_s > now_s), default=math.inf)
@@ -145,7 +146,9 @@ class RangeFetch:
             self._todo[ask.wanted] = None
         if ask.helps:
             self._rests_until_s[ask.peer] = math.inf if is_lost else now_s + _REFUSED_S
-            (self._absent.add if is_lost or now_s < ask.at_s + RELAY_WAIT_S else self._absent.discard)(ask.peer)
+            self._absent.discard(ask.peer)
+            if is_lost or now_s < ask.at_s + RELAY_WAIT_S:
+                self._absent.add(ask.peer)
         elif is_lost:
             for sources in self.sources.values():
                 if ask.peer in sources:
@@ -159,7 +162,8 @@ class RangeFetch:
         self.helped[key] = False
         if not was_helped and len(sources) == 1:
             return sources[0]
-        del sources[: not was_helped]
+        if not was_helped:
+            del sources[0]
         return None
 
     # --- which range ---

@@ -71,4 +71,4 @@ def test_the_layers_of_learners_leave_their_holder_less_than_half_as_often(make_
     monkeypatch.setattr(learner, "_SMALL_BYTES", 0)
     monkeypatch.setattr(learner, "LIGHT_STATE_S", 0.0)
     times, _ = sent_by_the_holder(make_swarm, tiny_spec)
-    assert times <= 2.4
+    assert times <= 2.1
