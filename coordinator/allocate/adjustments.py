@@ -55,7 +55,7 @@ def filled(throughput: ThroughputObjective, losses: SoleHolders, placement: Plac
 
 def backed(throughput: ThroughputObjective, losses: SoleHolders, placement: Placement) -> Placement:
     """Return `placement` with a second machine in stages that one machine held alone. A device of another stage joins
-    it, or changes places with its holder, if the step plus the cost of sole holders' failures gets shorter."""
+    the stage, or changes places with its holder, if the step plus the cost of sole holders' failures gets shorter."""
     step_s = losses.step_s(throughput, placement)
     for k in range(len(placement.stages)):
         stages = placement.stages
