@@ -1,9 +1,9 @@
 """Knows which steps are committed, from reports of each stage's leader, and decides when all stages save. Pure.
 
 A report may arrive late, twice (a heartbeat's reply was lost, or the role moved), or after other reports of its step
-went to the previous coordinator. Each (stage, step) counts once. The node is told of a step once: when the last stage's
-report, which alone has the loss, is here, and either all stages have reported or `PATIENCE_HEARTBEATS` have passed
-since all committed the step.
+went to the previous coordinator. Each (stage, step) counts once. The node is told of a step once and in order: when the
+last stage's report, which alone has the loss, is here, and either all stages have reported and the step before it was
+told, or `PATIENCE_HEARTBEATS` have passed since all committed it. A step that comes later still is not told.
 
 A report is one peer's claim: a step, its loss and its effect on the rate count only once a majority of the last stage's
 members has passed that step (`Confirmations`). When the run rolls back (a new era), the steps after the restored
@@ -121,7 +121,8 @@ class Ledger:
         self._unconfirmed: dict[int, tuple[CommitReport, float]] = {}
         """Step -> (the last stage's report of it, its arrival time), until members of that stage confirm the step."""
         self._untold: dict[int, float] = {}
-        self._told: deque[int] = deque(maxlen=HISTORY_STEPS)
+        self._told_to = 0
+        """The step after the newest one that was told."""
         self._validation: ValidationReport | None = None
         self._validation_told = -1
         self._versions = [0] * self._num_groups(1)
@@ -162,7 +163,7 @@ class Ledger:
         self._reports = {step: by_stage for step, by_stage in self._reports.items() if step < version}
         self._untold = {step: at_s for step, at_s in self._untold.items() if step < version}
         self._unconfirmed = {step: report for step, report in self._unconfirmed.items() if step < version}
-        self._told = deque((step for step in self._told if step < version), maxlen=HISTORY_STEPS)
+        self._told_to = min(self._told_to, version)
         self._loss_step = min(self._loss_step, version - 1)
         if self._validation is not None and self._validation.step > version:
             self._validation = self.validation_loss = self.validation_step = None
@@ -207,7 +208,7 @@ class Ledger:
             report, came_s = self._unconfirmed.pop(step)
             age_s = min(max(0.0, report.age_s), AGE_S_MAX)
             self.pace.committed(report.era, report.step, report.tokens, came_s - age_s)
-            if report.step not in self._told:
+            if report.step >= self._told_to:
                 self._untold[report.step] = came_s
             if report.loss is not None and report.step >= self._loss_step:
                 self.loss, self._loss_step = report.loss, report.step
@@ -254,7 +255,6 @@ class Ledger:
         """Return the records of steps that are due, in order. Args: flush: return every step that has a loss."""
         records = []
         self._confirm(flush=flush)
-        waits = False
         for step in sorted(self._untold):
             num_stages = self._stages_of(step)
             by_stage = {group: report for group, report in self._reports.get(step, {}).items() if group < num_stages}
@@ -263,12 +263,12 @@ class Ledger:
                 complete = self.done  # the run's last record contains its last validation
             if step >= self.step:
                 self._untold[step] = now_s  # some stage has not committed it, so it cannot have reported
-            due = flush or complete or now_s >= self._untold[step] + self._patience_s
-            waits = waits or not due
-            if not waits:  # people read steps in order, so this one waits for earlier steps
-                del self._untold[step]
-                self._told.append(step)
-                records.append(self._record(step, by_stage, now_s, term=term, peers=peers))
+            due = flush or (complete and step == self._told_to) or now_s >= self._untold[step] + self._patience_s
+            if not due:
+                break  # people read steps in order, so later steps wait for this one
+            del self._untold[step]
+            self._told_to = step + 1
+            records.append(self._record(step, by_stage, now_s, term=term, peers=peers))
         return records
 
     def _record(

@@ -93,6 +93,17 @@ def test_a_step_is_told_after_those_before_it(ledger):
     assert [record.step for record in tell(ledger, PATIENCE_HEARTBEATS)] == [0, 1]
 
 
+def test_a_new_coordinator_tells_no_step_before_those_that_went_to_the_previous_one(ledger):
+    """Its first report was of step 86, whose reporter was quicker than the one that kept the reports of 63 to 78."""
+    ledger.note_commits([commit(stage, 86, loss=5.0) for stage in range(3)], 0.0)
+    assert tell(ledger, PATIENCE_HEARTBEATS - 0.01) == []
+    ledger.note_commits([commit(stage, step, loss=5.0) for step in (63, 64) for stage in range(3)], 1.0)
+    assert tell(ledger, 1.0) == [], "62 may still come"
+    assert [record.step for record in tell(ledger, 1.0 + PATIENCE_HEARTBEATS)] == [63, 64, 86]
+    ledger.note_commits([commit(stage, step, loss=5.0) for step in (65, 87) for stage in range(3)], 9.0)
+    assert [record.step for record in tell(ledger, 99.0)] == [87], "65 came too late"
+
+
 def test_a_stage_that_has_not_committed_a_step_yet_is_waited_for(ledger):
     ledger.note_commits([commit(2, 0, loss=5.5), commit(1, 0)], 0.0)
     assert tell(ledger, 100.0) == [], "stage 0 commits last, after a step of minutes where those are slow"
@@ -160,7 +171,7 @@ def test_a_validation_is_told_once_with_the_next_step(ledger):
     ledger.note_validations([ValidationReport(step=10, loss=9.0, microbatches=4)])
     for step in (20, 21):
         ledger.note_commits([commit(stage, step, loss=2.0) for stage in range(3)], 0.0)
-    first, second = tell(ledger, 0.0)
+    first, second = tell(ledger, PATIENCE_HEARTBEATS)
     assert (first.validation.loss, first.validation.step) == (2.5, 20)
     assert second.validation is None
     assert ledger.validation_loss == 2.5
@@ -180,7 +191,7 @@ def test_memory_is_bounded():
     for step in range(3 * HISTORY_STEPS):
         ledger.note_commits([commit(0, step, loss=1.0)], float(step))
         tell(ledger, float(step))
-    assert len(ledger._told) == HISTORY_STEPS
+    assert len(ledger._reports) <= HISTORY_STEPS
     ledger.note_commits([commit(0, 5, loss=1.0)], 1e6)
     assert tell(ledger, 1e9) == [], "told long ago"
 
@@ -258,12 +269,12 @@ def test_the_ledger_goes_back_with_the_run(ledger):
 def test_a_validation_above_the_beginning_is_forgotten(ledger):
     ledger.note_validations([ValidationReport(step=60, loss=1.0, microbatches=1)])
     ledger.note_commits([commit(stage, 61, loss=1.0) for stage in range(3)], 0.0)
-    assert tell(ledger, 0.0)[0].validation.step == 60
+    assert tell(ledger, PATIENCE_HEARTBEATS)[0].validation.step == 60
     ledger.rewind(1, 50, num_stages=3)
     ledger.note_validations([ValidationReport(step=60, loss=9.0, microbatches=1)])
     ledger.note_validations([ValidationReport(step=60, loss=2.0, microbatches=1, era=1)])
     ledger.note_commits([commit(stage, 61, loss=1.0, era=1) for stage in range(3)], 1.0)
-    (record,) = tell(ledger, 1.0)
+    (record,) = tell(ledger, 1.0 + PATIENCE_HEARTBEATS)
     assert (record.validation.loss, record.validation.step) == (2.0, 60)
 
 
