@@ -3,8 +3,8 @@ speed of a plan's stages on it, and chooses their tensor formats.
 
 | unknown                   | estimate                                                                               |
 |---------------------------|----------------------------------------------------------------------------------------|
-| latency i -> j            | by the triangle inequality: over all peers a with both latencies measured, between the |
-|                           | largest |ia - aj| and the least ia + aj; nearer to the latter                          |
+| latency i -> j            | by the triangle inequality: between the largest |ia - aj|, over all peers a with both  |
+|                           | latencies measured, and the shortest path over any peers; nearer to the latter         |
 | rate i -> j               | the least of i's best rate out, j's best rate in, and the rate of a bottleneck between |
 |                           | their places (shown by links from peers near i to peers near j that are slower than    |
 |                           | their ends); lower if most links from i, or most links to j, are slower than this;     |
@@ -115,11 +115,11 @@ def _latencies(measured: Floats) -> Floats:
     n = len(measured)
     known = measured.copy()
     np.fill_diagonal(known, 0.0)
-    lower, upper = np.zeros((n, n)), np.full((n, n), np.inf)
+    lower, upper = np.zeros((n, n)), np.where(np.isnan(known), np.inf, known)
     for a in range(n):
         row = known[a]
         lower = np.fmax(lower, np.fabs(row[:, None] - row[None, :]))
-        upper = np.fmin(upper, row[:, None] + row[None, :])
+        upper = np.minimum(upper, upper[:, a, None] + upper[None, a])
     # With a peer right beside i the two bounds meet. Otherwise the truth is more often near the upper bound.
     bounded = np.isfinite(upper)
     estimate = np.where(bounded, 0.25 * lower + 0.75 * np.where(bounded, upper, 0.0), np.nan)
