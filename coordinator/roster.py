@@ -427,6 +427,7 @@ class Roster:
             paused_s=paused_s,
             shortages=max(0, beat.shortages) if beat else 0,
             light=self.light(peer, live),
+            fetch=beat.fetch if beat else None,
         )
 
     def _new_arrivals(self, record: PeerRecord, now_s: float) -> Arrivals:

@@ -31,7 +31,7 @@ from shoal.peer.services.layers import Layers
 from shoal.peer.services.services import RunHere, Services
 from shoal.peer.services.shortages import Shortages
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Advert, Heartbeat
+from shoal.protocol.messages import Advert, FetchStatus, Heartbeat
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.spec import RunSpec
 
@@ -194,6 +194,15 @@ class PeerDriver:
     def advert(self) -> Advert:
         return self.services.own.advert()
 
+    @property
+    def fetch(self) -> FetchStatus | None:
+        """The fetch without which we cannot train, or train with the whole state; None: none is under way."""
+        base, replica = self._layers.base, self.replica
+        progress = base.progress if base is not None else None
+        if progress is None and replica is not None:
+            progress = replica.joining.progress
+        return progress.status(self._ports.clock.now_s()) if progress is not None else None
+
     def heartbeat(self) -> Heartbeat:
         """Return a heartbeat with the reports since the last one. The caller must deliver it, since later heartbeats do
         not repeat its reports of commits."""
@@ -209,6 +218,7 @@ class PeerDriver:
             version=max(replica.version if replica else 0, layers.archive.version_noted(endpoint.era)),
             synced=replica is not None and replica.is_ready and not replica.is_learner,
             light=replica.learner_layers if replica is not None and replica.is_ready else None,
+            fetch=self.fetch,
             draining=self.services.life.is_leaving,
             commits=self.reports.take_commits(),
             validations=tuple(self.reports.validations),

@@ -182,6 +182,7 @@ REPORTS_PER_HEARTBEAT_MAX: Final = 16
 HISTORY_PER_REPLY_MAX: Final = 256
 HISTORY_COMMITS_MAX: Final = 2048
 """Most commits of its groups that a peer remembers (about 2 MB), for an observer that records the run and was away."""
+FETCH_SOURCES_MAX: Final = 8
 LINKS_PER_HEARTBEAT_MAX: Final = 16
 UNSOUND_MAX: Final = 16
 PROBES_PER_REPLY_MAX: Final = 4

@@ -11,11 +11,14 @@ highest leadership term that the sender has granted or obeyed, and `live` the se
 This file is long so that everything that may cross the wire can be read in one place.
 """
 
+from typing import Annotated, Literal
+
 import msgspec
+from msgspec import Meta
 
 from shoal.protocol.certificate import Attested
 from shoal.protocol.identity import PeerID
-from shoal.protocol.limits import PROTOCOL_VERSION
+from shoal.protocol.limits import FETCH_SOURCES_MAX, PROTOCOL_VERSION
 from shoal.protocol.names import is_name
 from shoal.protocol.wire_format import Formats, WireFormat
 
@@ -139,6 +142,19 @@ class PaceMark(_Part, frozen=True, array_like=True):
 # --- peer and coordinator ---
 
 
+class FetchStatus(_Part, frozen=True, omit_defaults=True):
+    """A fetch that is under way, as the fetching peer reports it."""
+
+    what: Literal["state", "weights", "state while training", "the frozen base"]
+    total_bytes: Annotated[int, Meta(ge=0)] = 0
+    """0: the peer still asks for holders."""
+    left_bytes: Annotated[int, Meta(ge=0)] = 0
+    left_s: Annotated[int, Meta(ge=0)] | None = None
+    """Seconds until the fetch ends, at its rate so far; None: no byte has come."""
+    sources: Annotated[tuple[PeerID, ...], Meta(max_length=FETCH_SOURCES_MAX)] = ()
+    """The peers that have sent most of it, at most `FETCH_SOURCES_MAX`, the largest part first."""
+
+
 class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     """Sent by every peer to its coordinator, every `heartbeat_s` seconds."""
 
@@ -154,6 +170,7 @@ class Heartbeat(_Message, frozen=True, kw_only=True, omit_defaults=True):
     light: tuple[int, int] | None = None
     """(number of layers with state, number of layers of its stage) if the sender is a learner: a member that trains
     with weights alone while its state downloads. None: it is no learner."""
+    fetch: FetchStatus | None = None
     draining: bool
     commits: tuple[CommitReport, ...] = ()
     validations: tuple[ValidationReport, ...] = ()
@@ -440,9 +457,10 @@ class PeerStatus(_Part, frozen=True, omit_defaults=True):
     """Planned share of its stage's microbatches, in [0, 1]; 0 for a spare."""
     flop_per_s: float = 0.0
     paused_s: float | None = None
-    """Seconds since the peer paused; None: not paused. Like `shortages` and `light` copied from its heartbeat."""
+    """Seconds since the peer paused; None: not paused. Like the following fields copied from its heartbeat."""
     shortages: int = 0
     light: tuple[int, int] | None = None
+    fetch: FetchStatus | None = None
 
 
 class ExpertStatus(_Part, frozen=True, omit_defaults=True):

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-from shoal.deploy.base.words import ENDING, short
+from shoal.deploy.base.words import ENDING, duration, listed, quantity, short
 from shoal.deploy.dashboard.census import Census, clean
 from shoal.deploy.dashboard.curves import Curves
 from shoal.deploy.dashboard.limiting import limited_by
@@ -49,7 +49,7 @@ from shoal.deploy.record.report import (
 )
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import PEER_NAME_CHARS_MAX
-from shoal.protocol.messages import PeerStatus, PlanNote, SwarmStatus
+from shoal.protocol.messages import FetchStatus, PeerStatus, PlanNote, SwarmStatus
 from shoal.protocol.spec import RunSpec
 from shoal.protocol.wire_format import WireFormat, tensor_bytes
 
@@ -388,7 +388,16 @@ class Feed:
             is_new=now_s - self._census.since_s(peer.peer) < NEW_S,
             shortages=peer.shortages,
             light=peer.light,
+            fetch=self._fetch_text(peer.fetch) if peer.fetch is not None else "",
         )
+
+    def _fetch_text(self, fetch: FetchStatus) -> str:
+        if not fetch.total_bytes:
+            return f"fetching {fetch.what}: asking for holders"
+        left, whole = quantity(fetch.left_bytes, "B"), quantity(fetch.total_bytes, "B")
+        time = "" if fetch.left_s is None else f", {duration(fetch.left_s)}"
+        names = clean(listed([self._census.name_of(peer) for peer in fetch.sources]))
+        return f"fetching {fetch.what}: {left} of {whole}{time} left" + (f", from {names}" if names else "")
 
     def _mine(self, told: Contribution) -> MineView:
         status, facts = self._status, self._facts

@@ -88,6 +88,8 @@ class PeerView(msgspec.Struct, frozen=True):
     """How often the peer's memory was too small for its plan."""
     light: tuple[int, int] | None = None
     """(layers with state, all layers of its stage) of a peer that trains while optimizer state arrives; else None."""
+    fetch: str = ""
+    """What the peer fetches, how much of it and how long is left, and from which peers; empty: nothing."""
 
 
 class GoneView(msgspec.Struct, frozen=True):

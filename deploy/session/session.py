@@ -50,7 +50,6 @@ from shoal.deploy.record.report import (
 from shoal.deploy.run.run_text import find_corpus
 from shoal.deploy.session.background import ending, in_background
 from shoal.deploy.session.beside import serving
-from shoal.deploy.session.fetch_watch import FetchWatch
 from shoal.deploy.session.heap import TrimsAfterSteps, freeze_heap, share_heap, trim_heap, trim_heap_forever
 from shoal.deploy.session.network import SessionNetwork, open_network
 from shoal.deploy.session.recorder import Recorder, recording, start_line
@@ -496,16 +495,18 @@ def _plan_of(node: Node) -> Plan | None:
 
 
 async def _watch(node: Node, reports: Reporter, meter: ContributionMeter, stop: Stop) -> None:
-    fetch, waits_for = FetchWatch(), ""
+    fetched, waits_for = False, ""
     for turn in itertools.count():
         await asyncio.sleep(1.0)
         if node.coordination.plan is None and (now := _before_the_plan(node)) != waits_for:
             waits_for = now
             reports.say(Phase(name=now))
-        replica = node.peer.replica
-        phase = fetch.look(replica.joining.progress if replica is not None else None, time.monotonic())
-        if phase is not None:
-            reports.say(phase)
+        if (fetch := node.peer.fetch) is not None:
+            part = 1.0 - fetch.left_bytes / fetch.total_bytes if fetch.total_bytes else 0.0
+            reports.say(Phase(name=f"fetching {fetch.what}", part=part, left_s=fetch.left_s))
+        elif fetched:
+            reports.say(Phase(name="catching up"))
+        fetched = fetch is not None
         reports.say(meter.measure())
         plan = node.coordination.plan
         every = max(1, len(plan.plan.members) // _POLLS_MAX) if plan is not None and reports.polls() else _ASKS_EVERY

@@ -101,6 +101,8 @@ def _peer_cells(peer: PeerView) -> tuple[Text, str, str, str, str, str, Text]:
         words = f"paused for {duration(peer.paused_s)}"
     elif peer.state == "light" and peer.light is not None:
         words = f"training, {peer.light[0]}/{peer.light[1]} layers of state here"
+    if peer.fetch and peer.state in ("fetching", "light"):
+        words = peer.fetch if peer.state == "fetching" else f"{words}, {peer.fetch}"
     if peer.shortages:
         words += ", short of memory"
     return (

@@ -52,11 +52,6 @@ class Plans:
         now_s = self._clock.now_s()
         return any(entry.plan.has(peer) for entry in self._obeyed if entry.until_s >= now_s)
 
-    def begins_with(self, version: int) -> bool:
-        """True if the layout of the newest plan begins at `version` or later, and has made no step yet."""
-        plan = self.newest
-        return plan is not None and plan.not_started and version <= plan.restore_version
-
     def former(self, group: int) -> frozenset[PeerID]:
         """Return peers that recent plans, but not the newest, had in `group` with its present layers (and expert)."""
         newest = self.newest

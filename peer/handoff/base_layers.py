@@ -22,7 +22,7 @@ from torch import Tensor
 
 from shoal.peer.base.tolerating import Tolerating
 from shoal.peer.compute.arithmetic import Arithmetic
-from shoal.peer.handoff.fetcher import StateFetcher, Unfinished
+from shoal.peer.handoff.fetcher import FetchProgress, StateFetcher, Unfinished
 from shoal.peer.handoff.inbox import ChunkInbox, ranges
 from shoal.peer.handoff.initial import InitialWeights, bare_layer, initial_digests
 from shoal.peer.handoff.server import INITIAL, StateServer
@@ -70,6 +70,8 @@ class BaseLayers:
         self._not_in_folder: set[str] = set()
         """Layers that `model_folder` lacks, or has with other bytes."""
         self._fetching = asyncio.Lock()
+        self.progress: FetchProgress | None = None
+        """Progress of the fetch that is under way; None: there is none."""
 
     async def read(self, keys: Sequence[str]) -> Mapping[str, Tensor]:
         """Return the requested layers that this peer has, in the form of `stored_base`."""
@@ -88,9 +90,14 @@ class BaseLayers:
         if len(found) < len(keys):
             async with self._fetching:
                 found |= await self.read([key for key in keys if key not in found])
-                for key in keys:
-                    if key not in found:
+                missing = [key for key in keys if key not in found]
+                total = sum(base_numel(self._spec, key) for key in missing)
+                self.progress = FetchProgress(total=total, what="the frozen base")
+                try:
+                    for key in missing:
                         found[key] = await self._fetch(key, holders, group_peers)
+                finally:
+                    self.progress = None
         return {key: found[key] for key in keys}
 
     async def get_ready(self, keys: Sequence[str], holders: Sequence[PeerID]) -> None:
@@ -167,7 +174,7 @@ class BaseLayers:
 
     async def _fetch(self, key: str, holders: Sequence[PeerID], group_peers: Collection[PeerID]) -> Tensor:
         """Fetch a layer, and keep it on disk; without a disk, in memory."""
-        fetcher = StateFetcher(self._spec, (key,), self._inbox)
+        fetcher = StateFetcher(self._spec, (key,), self._inbox, progress=self.progress)
         others = [peer for peer in holders if peer != self._endpoint.peer_id]
         with self._server.sharing(group_peers) as relay:
             state = await fetcher.fetch(

@@ -83,9 +83,6 @@ class Copies:
         await self.save(group, state)
         if plan is not None and state.version == plan.cutover_version and moves_on(plan, group):
             return  # the next holders are about to fetch this state, and will have copies made of it
-        await self._server.after_first_step(state.version)
-        if self._plans.begins_with(state.version) and self._life.is_ending:
-            return
         # Each copy under way holds a state in memory, and one more copy would slow it down.
         under_way = self._given[group] = [at for at in self._given.get(group, ()) if self._server.is_giving(*at)]
         if under_way:

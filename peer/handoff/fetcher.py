@@ -7,8 +7,8 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,7 +23,8 @@ from shoal.peer.model.state import LayerState, RoundedWeights, StageState, state
 from shoal.peer.replica.attestations import is_majority
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.limits import FETCH_SOURCES_MAX
+from shoal.protocol.messages import FetchStatus, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,22 @@ class FetchProgress:
 
     done: int = 0
     total: int = 0
-    what: str = "state"
-    """The thing that is fetched, in words for the user."""
+    what: Literal["state", "weights", "state while training", "the frozen base"] = "state"
+    sent: Counter[PeerID] = field(default_factory=Counter)
+    """Peer -> number of elements that it has sent."""
+    _began_s: float | None = None
+
+    def status(self, now_s: float) -> FetchStatus:
+        """Return the status to report; the time left follows from the rate since this was first called."""
+        self._began_s = now_s if self._began_s is None else self._began_s
+        number_bytes, left = 2 if self.what == "weights" else 4, max(0, self.total - self.done)
+        return FetchStatus(
+            what=self.what,
+            total_bytes=number_bytes * self.total,
+            left_bytes=number_bytes * left,
+            left_s=round((now_s - self._began_s) * left / self.done) if self.done > 0 else None,
+            sources=tuple(peer for peer, _ in self.sent.most_common(FETCH_SOURCES_MAX)),
+        )
 
 
 class StateFetcher:
@@ -65,12 +80,14 @@ class StateFetcher:
         device: torch.device | None = None,
         patience_s: float = RANGE_TIMEOUT_S,
         may_ask: asyncio.Event | None = None,
+        progress: FetchProgress | None = None,
     ) -> None:
         """
         Args:
             device: the device to put the state on; None: the host.
             patience_s: the longest time that one range may take.
             may_ask: cleared while other traffic needs our line: then no new range is requested.
+            progress: that of several fetches, one of which this is; None: of this fetch alone.
         """
         self._patience_s = patience_s
         self._spec = spec
@@ -89,7 +106,7 @@ class StateFetcher:
         self._ranges = RangeFetch(inbox.endpoint.peer_id)
         self._renewed_s: dict[PeerID, float] = {}
         """Holder that refused a range, and has sent none since -> the time at which it offered the state again."""
-        self.progress = FetchProgress()
+        self.progress = progress or FetchProgress()
 
     async def fetch(
         self,
@@ -143,7 +160,8 @@ class StateFetcher:
             self._relay.begin(key, begun[key].tensors if key in begun else self._empty(key))
         for key, layer in has.items():
             self._relay.begin(key, layer.tensors, whole=True)
-        self.progress.total = sum(tensor.numel() for key in missing for tensor in self._relay.tensors[key])
+        if not self.progress.total:
+            self.progress.total = sum(tensor.numel() for key in missing for tensor in self._relay.tensors[key])
         for key, at in begun.items():
             self._ranges.helped[key] = True
             for index, start, stop in self._relay.ranges_of(key):
@@ -292,6 +310,7 @@ class StateFetcher:
         else:
             self._renewed_s.pop(ask.peer, None)
             if self._ranges.came(ask, loop.time()):
+                self.progress.sent[ask.peer] += ask.wanted.stop - ask.wanted.start
                 self._came(ask.wanted.key, ask.wanted.tensor, ask.wanted.start, ask.wanted.stop)
 
     async def _is_offered_again(self, ask: RangeRequest) -> bool:

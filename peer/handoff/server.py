@@ -30,7 +30,6 @@ from shoal.peer.handoff.range_fetch import RELAY_WAIT_S
 from shoal.peer.handoff.relay import Relay
 from shoal.peer.handoff.retained import GradientLog, RetainedLayers
 from shoal.peer.model.state import LayerState, StageState
-from shoal.peer.presence.life import Life
 from shoal.peer.presence.parts import Parts
 from shoal.peer.presence.ports import Ports
 from shoal.protocol.errors import LocalError, Refused, RemoteError, Unreachable
@@ -56,9 +55,6 @@ _CARRIED_MAX = 4
 _STEP_WAIT_S = 2.0
 """The longest time that a request waits while the requested layers step; then the requester has to ask again."""
 _LOOK_S = 0.005
-_FIRST_STEP_S = 60.0
-"""The longest time for which copies wait for the first step of a layout before they are sent."""
-_FIRST_STEP_LOOK_S = 0.25
 
 _Key = tuple[int, int]
 """(stored era, version) of a pinned version. The stored era is an era, or a constant such as `TRAINED`."""
@@ -117,7 +113,6 @@ class StateServer:
         ports: Ports,
         *,
         plans: Plans,
-        life: Life,
         parts: Parts,
         archive: Archive,
         retained: RetainedLayers,
@@ -127,7 +122,7 @@ class StateServer:
         self._vectors = inbox.vectors
         self._endpoint, self._compute = ports.endpoint, ports.compute
         self._clock = ports.clock
-        self._plans, self._life, self._parts = plans, life, parts
+        self._plans, self._parts = plans, parts
         self._archive, self._retained = archive, retained
         self._pins: dict[_Key, _Pin] = {}
         self._ahead: dict[PeerID, tuple[int, str, LayerState]] = {}
@@ -509,8 +504,6 @@ class StateServer:
                 start=at,
                 base=message.base if before_N is not None else -1,
             )
-            if self._is_copy(source, message):
-                await self.after_first_step(message.version)
             part_C = values_N[at - first : min(at + part, message.stop) - first]
             before_C = before_N[at : at + part_C.numel()] if before_N is not None else None
             payload = await self._compute.run_on_host(functools.partial(self._payload, message, part_C, before_C))
@@ -531,11 +524,3 @@ class StateServer:
 
     def _is_copy(self, source: PeerID, message: StateChunkRequest) -> bool:
         return message.stored_era == TRAINED and (source, message.version, message.layer) in self._copies
-
-    async def after_first_step(self, version: int) -> None:
-        """Wait for the layout's first step, at most a minute, before a copy of `version` is made or sent: the whole run
-        waits for that step, and its members fetch their layers over the same lines."""
-        for _ in range(math.ceil(_FIRST_STEP_S / _FIRST_STEP_LOOK_S)):
-            if not self._plans.begins_with(version) or self._life.is_ending:
-                break
-            await asyncio.sleep(_FIRST_STEP_LOOK_S)

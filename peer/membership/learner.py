@@ -92,10 +92,10 @@ class Learner:
         self._weights: RoundedWeights | None = None
         self._gathered: dict[str, LayerAt] = {}
         """Layer -> its fetched state and version, in host memory."""
-        self._fetching: StateFetcher | None = None
         self._unfinished: dict[str, Unfinished] = {}
         """Layer -> the part of it that a failed fetch has brought; at most one layer."""
-        self._progress: FetchProgress | None = None
+        self.progress: FetchProgress | None = None
+        """Progress of fetching the first weights, and later the state. None: no such fetch is under way."""
         self._may_gather = asyncio.Event()
         self._may_gather.set()
         """Cleared while weights are downloading: the download of the state pauses meanwhile."""
@@ -113,15 +113,6 @@ class Learner:
     def num_layers(self) -> tuple[int, int]:
         """(Number of layers with their state here, number of all layers of the group)."""
         return len(self._gathered), len(self._sizes)
-
-    @property
-    def progress(self) -> FetchProgress | None:
-        """Progress of fetching the first weights, and later the state. None: no such fetch is under way."""
-        if self._progress is not None and self._weights is not None:
-            coming = self._fetching.progress.done if self._fetching is not None else 0
-            here_bytes = state_bytes(self._runtime.spec, self._gathered)
-            self._progress.done = here_bytes // 4 + coming
-        return self._progress
 
     # --- events ---
 
@@ -151,8 +142,8 @@ class Learner:
         if state_bytes(self._runtime.spec, keys) < _SMALL_BYTES:
             return False
         fetcher = self._fetcher(keys)
-        self._progress = fetcher.progress
-        self._progress.what = "weights"
+        self.progress = fetcher.progress
+        self.progress.what = "weights"
         fetch = self._fetched(fetcher, stored_era=WEIGHTS, voters=group.voters(group.me))
         fetching = asyncio.create_task(fetch, name=f"fetch weights of group {group.stage}")
         try:
@@ -160,10 +151,10 @@ class Learner:
                 return False
             fetched = await fetching
         finally:
-            self._progress = None
+            self.progress = None
             fetching.cancel()
             await asyncio.gather(fetching, return_exceptions=True)
-        self._progress = FetchProgress(total=state_bytes(self._runtime.spec, keys) // 4, what="state while training")
+        self.progress = FetchProgress(total=state_bytes(self._runtime.spec, keys) // 4, what="state while training")
         await self._go_to(fetched.version, {key: layer.param_N for key, layer in fetched.layers.items()})
         self._join()
         return True
@@ -373,9 +364,11 @@ class Learner:
     async def _fetch_layer(self, key: str, begun: Unfinished | None) -> None:
         """Fetch the state of a layer. Args: begun: the part that a failed fetch has brought; None: no part. Raises: the
         errors of `StateFetcher.fetch`."""
-        group, fetcher = self._group, self._fetcher((key,), may_ask=self._may_gather)
+        if self.progress is not None:
+            self.progress.done = state_bytes(self._runtime.spec, self._gathered) // 4
+        group, fetcher = self._group, self._fetcher((key,), may_ask=self._may_gather, progress=self.progress)
         is_over = self._is_behind or not self._may_gather.is_set()  # then the holders are past our version
-        self._fetching, self._from = fetcher, group.version + is_over if begun is None else begun.version
+        self._from = group.version + is_over if begun is None else begun.version
         try:
             newest: dict[str, Any] = {"voters": group.voters(group.me), "at_least": self._from}
             how = newest if begun is None else {"version": begun.version, "begun": {key: begun}}
@@ -386,7 +379,6 @@ class Learner:
             self._unfinished = fetcher.unfinished() or self._unfinished
             raise
         finally:
-            self._fetching = None
             self._from = min((at.version for at in self._unfinished.values()), default=_NEVER)
 
     async def _whole(self) -> StageState | None:
@@ -431,6 +423,7 @@ class Learner:
     def _has(self, key: str, version: int) -> bool:
         return key in self._gathered and self._gathered[key].version == version
 
-    def _fetcher(self, keys: tuple[str, ...], *, may_ask: asyncio.Event | None = None) -> StateFetcher:
-        """Make a fetcher that puts layers into host memory, where they step. Weights are copied to the device later."""
-        return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, may_ask=may_ask)
+    def _fetcher(self, keys: tuple[str, ...], **how: Any) -> StateFetcher:
+        """Make a fetcher that puts layers into host memory, where they step. Weights are copied to the device later.
+        Args: how: see `StateFetcher`."""
+        return StateFetcher(self._runtime.spec, keys, self._inbox, patience_s=_PATIENCE_S, **how)

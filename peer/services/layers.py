@@ -55,7 +55,6 @@ class Layers:
         self.server = StateServer(
             ports,
             plans=plans,
-            life=life,
             parts=parts,
             archive=self.archive,
             retained=self.retained,

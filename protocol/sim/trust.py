@@ -8,11 +8,9 @@ from collections import OrderedDict
 
 import msgspec
 
-from shoal.protocol.access import Gate, Verdict
 from shoal.protocol.envelope import CHECKSUM_BYTES, SIGNATURE_BYTES, Domain, Envelope, decoded, is_direct
 from shoal.protocol.errors import RemoteError
 from shoal.protocol.identity import Identity, PeerID
-from shoal.protocol.membership import Members
 from shoal.protocol.plan import PlanShape, SignedPlan, open_plan
 from shoal.protocol.seals import Seals
 from shoal.protocol.statement import Topic
@@ -62,18 +60,3 @@ class TrustingSeals(Seals):
 
     def statement_holds(self, signer: PeerID, signature: bytes, topic: Topic, *, run: str, body: bytes) -> bool:
         return True
-
-
-def everybody(run: str) -> Members:
-    """Return the `Members` of an open run, which every peer may join."""
-    return Members(run, PeerID(""), is_open=True)
-
-
-class OpenGate(Gate):
-    """A gate that allows every message, for tests of parts of a peer that have no plan."""
-
-    def __init__(self, members: Members | None = None) -> None:
-        super().__init__(members or everybody(""), PeerID(""))
-
-    def verdict(self, source: PeerID, kind: type) -> Verdict:
-        return Verdict.ALLOWED

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
+from open_gate import everybody
 
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload, Priority
-from shoal.protocol.sim.trust import everybody
 
 TENSOR_BYTES = 16 * 1024 * 1024
 TENSORS_A_ROUND = 12

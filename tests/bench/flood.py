@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from open_gate import everybody
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.redial import hivemind_id
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.sim.trust import everybody
 
 ATTACKS = ("peace", "opened", "hello", "idle", "stuck", "all")
 GOAL_MS = 250.0

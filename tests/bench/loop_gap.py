@@ -28,6 +28,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
+from open_gate import OpenGate
 from tiny_run import tiny_corpus
 
 from shoal.peer.compute.arithmetic import Arithmetic
@@ -51,7 +52,6 @@ from shoal.protocol.live.loop import LoopClock, run
 from shoal.protocol.messages import CommitReport
 from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.ports import CallHandler, FrameHandler, Payload, Priority
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import RunSpec, run_id
 from shoal.protocol.wire_format import WireFormat
 

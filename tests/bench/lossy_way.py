@@ -17,12 +17,13 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "lab"))
+from open_gate import everybody
+
 from internet.emulator import Internet, Line, PathBetween
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload, Priority
-from shoal.protocol.sim.trust import everybody
 
 PROBE_BYTES = 128 * 1024
 ACTIVATION_BYTES = 66_560

@@ -16,13 +16,14 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "lab"))
+from open_gate import everybody
+
 from internet.emulator import Internet, Line, PathBetween
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload, Priority
-from shoal.protocol.sim.trust import everybody
 
 FRAME_BYTES = 1 << 20
 CALLS_APART_S = 0.1

@@ -26,6 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
 
+from open_gate import OpenGate
 from tiny_run import tiny_corpus, tiny_spec
 
 import shoal.protocol
@@ -42,7 +43,6 @@ from shoal.protocol.plan import Member, Plan, Stage, sign_plan
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.transport import SimTransport
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import run_id
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
 from shoal.coordinator.allocate.interface import Allocator
@@ -27,7 +28,6 @@ from shoal.protocol.messages import Advert, CommitReport, Heartbeat, Holding, Li
 from shoal.protocol.plan import Member, Plan, PlanProof, SignedPlan, Stage, plan_digest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import ModelSpec, RunSpec, SwarmSpec, TrainingSpec, run_id
 

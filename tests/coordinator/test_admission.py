@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from open_gate import everybody
 
 from shoal.coordinator.membership import Admission, network_of
 from shoal.protocol.identity import Identity, PeerID
@@ -15,7 +16,6 @@ from shoal.protocol.limits import (
 )
 from shoal.protocol.membership import Members
 from shoal.protocol.messages import Advert
-from shoal.protocol.sim.trust import everybody
 
 RUN, OWNER = "0123456789abcdef", Identity(bytes(32))
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from open_gate import OpenGate
 
 from shoal.coordinator.discovery import MOVE_S, MOVES_AT_ONCE, Discovery
 from shoal.protocol.endpoint import Endpoint
@@ -14,7 +15,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Advert
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 ADVERT = Advert(

@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.coordinator.coordination_events import Unanswered
 from shoal.coordinator.role import transfer_body
@@ -27,7 +28,6 @@ from shoal.protocol.messages import (
     TransferLeadership,
 )
 from shoal.protocol.plan import sign_plan
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
 from shoal.protocol.statement import sign_statement
 

@@ -6,6 +6,7 @@ import itertools
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.coordinator.chain import ChainLog, PlanChain, proof_flaw
 from shoal.coordinator.chain_sync import ChainSync
@@ -29,7 +30,6 @@ from shoal.protocol.plan import (
     vote_body,
 )
 from shoal.protocol.seals import SEALS
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.statement import sign_statement
 
 ABC = [["a"], ["b"], ["c"]]

@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from open_gate import OpenGate
 
 from shoal.coordinator.store import PlanStore
 from shoal.deploy.visitor.recover import RESET_TERMS, Recovery
@@ -13,7 +14,6 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, Holding, Reset
 from shoal.protocol.plan import Mandate, sign_mandate
-from shoal.protocol.sim.trust import OpenGate
 
 pytestmark = pytest.mark.sim
 

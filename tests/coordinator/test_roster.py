@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from shoal.coordinator.roster import FLOOR_HEARTBEATS, MEMORY_HEARTBEATS, Roster
-from shoal.protocol.messages import ArrivalStatistics
+from shoal.protocol.messages import ArrivalStatistics, FetchStatus
 
 
 @pytest.fixture
@@ -147,6 +147,14 @@ def test_who_trains_with_weights_alone_is_told_of_within_what_its_stage_has(rost
     for not_there in ({"light": None}, {"synced": True}, {"stage": 0}, {"era": plan.era + 1}, {"plan_sequence": -1}):
         assert told(**not_there) is None, not_there
     assert not roster.has_state("b", plan)
+
+
+def test_a_fetch_is_told_until_it_ends(roster, make_heartbeat, make_plan):
+    plan = make_plan([["a"], ["b"]], coordinator="a").plan
+    fetch = FetchStatus(what="state", total_bytes=9, left_bytes=3, left_s=2, sources=("a",))
+    for told in (fetch, None):
+        roster.heard("b", make_heartbeat("b", fetch=told), 0.0)
+        assert roster.status("b", plan, 0.0).fetch == told
 
 
 def test_who_may_coordinate(roster, make_heartbeat, make_advert):

@@ -6,6 +6,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from open_gate import OpenGate
 from sim_swarm import SimSwarm
 from single_process import train
 
@@ -14,7 +15,6 @@ from shoal.peer.data.corpus import load_corpus
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import RunSpec
 
 pytestmark = pytest.mark.sim

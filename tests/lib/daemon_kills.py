@@ -11,13 +11,13 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 import psutil
+from open_gate import everybody
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload
-from shoal.protocol.sim.trust import everybody
 
 GIVE_UP_S = 120.0
 

@@ -50,8 +50,7 @@ def server_of(
     """Args: stored: (era, version, layer keys) -> those of the layers that are in a snapshot here."""
     return StateServer(
         ports,
-        plans=cast(Any, SimpleNamespace(knows=knows, begins_with=lambda version: False)),
-        life=cast(Any, SimpleNamespace(is_ending=False)),
+        plans=cast(Any, SimpleNamespace(knows=knows)),
         parts=parts,
         archive=cast(Any, SimpleNamespace(read=stored)),
         retained=cast(Any, SimpleNamespace(read=lambda era, version: {})),

@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from open_gate import OpenGate
 
 from shoal.peer.compute.arithmetic import Arithmetic
 from shoal.peer.data.corpus import Corpus, load_corpus
@@ -22,7 +23,6 @@ from shoal.protocol.messages import CommitReport, ValidationReport
 from shoal.protocol.plan import ExpertGroup, Member, Plan, SignedPlan, Stage, sign_plan
 from shoal.protocol.ports import Disk
 from shoal.protocol.sim.network import Network
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, run_id
 from shoal.protocol.wire_format import Formats

@@ -11,6 +11,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 import torch
+from open_gate import OpenGate
 from pretend_services import Trained, ports_of
 
 from shoal.peer.base.plans import Plans
@@ -34,7 +35,6 @@ from shoal.protocol.ports import Priority
 from shoal.protocol.sim.disk import SimDisk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 
@@ -97,7 +97,6 @@ class Peer:
         server = StateServer(
             ports,
             plans=plans,
-            life=self.life,
             parts=Trained(lambda _: self.state),
             archive=self.archive,
             retained=RetainedLayers(),
@@ -304,71 +303,6 @@ def test_no_copy_begins_while_the_one_before_is_under_way(tiny_spec: RunSpec) ->
         a.state = replace(a.state, version=3 * VERSION)
         await preserve(a, rank=0, num_ready=2, among=peers)
         assert 3 * VERSION in versions(peers["c"])
-
-    play(tiny_spec, scene)
-
-
-async def begin_layout(peers: dict[str, Peer], plans: list[Plan]) -> Peer:
-    """A layout begins whose first step nobody has made. Returns: a, which has had a second to preserve its state."""
-    a = peers["a"]
-    assert a.state is not None
-    plans.append(msgspec.structs.replace(plans[-1], not_started=True, restore_version=VERSION))
-    a.copies.preserve(0, a.state, rank=0, num_ready=2)
-    await asyncio.sleep(1.0)
-    return a
-
-
-def test_what_a_layout_begins_with_is_copied_after_its_first_step(tiny_spec: RunSpec) -> None:
-    """It is on a disk at once."""
-
-    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        a = await begin_layout(peers, plans)
-        await asyncio.sleep(5.0)
-        assert (versions(a), versions(peers["c"])) == ([VERSION], [])
-        plans.append(msgspec.structs.replace(plans[-1], not_started=False))
-        await a.tasks.wait()
-        await peers["c"].tasks.wait()
-        assert versions(peers["c"]) == [VERSION]
-
-    play(tiny_spec, scene)
-
-
-@pytest.mark.parametrize("ends", ["a step is made", "its holder leaves"])
-def test_a_copy_that_is_under_way_when_a_layout_begins_goes_on_after_its_first_step(
-    tiny_spec: RunSpec, ends: str
-) -> None:
-    """Or once its holder leaves, which waits for what it gives."""
-
-    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        a = peers["a"]
-        assert a.state is not None
-        a.copies.preserve(0, a.state, rank=0, num_ready=2)
-        await a.tasks.wait()  # c has been asked to keep one, and asks for it
-        plans.append(msgspec.structs.replace(plans[-1], not_started=True, restore_version=2 * VERSION))
-        await asyncio.sleep(5.0)
-        assert versions(peers["c"]) == []
-        if ends == "a step is made":
-            plans.append(msgspec.structs.replace(plans[-1], not_started=False))
-        else:
-            a.life.is_draining = True
-        await asyncio.sleep(0.6)
-        assert versions(peers["c"]) == [VERSION]
-
-    play(tiny_spec, scene)
-
-
-@pytest.mark.parametrize("what", ["it leaves", "it ends"])
-def test_who_goes_before_that_step_waits_for_it_no_longer(tiny_spec: RunSpec, what: str) -> None:
-    async def scene(peers: dict[str, Peer], plans: list[Plan]) -> None:
-        a = await begin_layout(peers, plans)
-        if what == "it leaves":
-            a.life.is_draining = True
-        else:
-            a.life.is_closed = True
-        began_s = a.sim.clock.now_s()
-        await a.tasks.wait()
-        assert a.sim.clock.now_s() < began_s + 0.5
-        assert (versions(a), versions(peers["c"])) == ([VERSION], [])
 
     play(tiny_spec, scene)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from open_gate import OpenGate
 from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.base.failures import Failures
@@ -20,7 +21,6 @@ from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 

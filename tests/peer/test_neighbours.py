@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from open_gate import OpenGate
 
 from shoal.peer.presence.neighbours import Neighbours
 from shoal.protocol.endpoint import Endpoint
@@ -15,7 +16,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import PresenceUpdate
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 SILENCE_S = 30.0

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.peer.base.outbox import Outbox
 from shoal.protocol.endpoint import Endpoint
@@ -16,7 +17,6 @@ from shoal.protocol.limits import CALL_TIMEOUT_S
 from shoal.protocol.messages import Done, ValidationResult
 from shoal.protocol.sim.loop import VirtualTimeLoop, run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 LATENCY_S = 0.1

@@ -3,13 +3,13 @@
 import asyncio
 
 import pytest
+from open_gate import OpenGate
 
 from shoal.peer.compute.probe import LinkProbe
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.messages import LinkReport
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import LinkSpec, MatrixNetwork, uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.topology import make_topology
 

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import tempfile
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -17,13 +18,14 @@ from torch import Tensor
 from shoal.deploy.ship.hf_config import config_of
 from shoal.peer.data.corpus import load_corpus
 from shoal.peer.data.microbatch import microbatch
-from shoal.peer.handoff.base_layers import FOLDER
+from shoal.peer.handoff.base_layers import FOLDER, BaseLayers
 from shoal.peer.handoff.inbox import ChunkInbox
 from shoal.peer.handoff.initial import weights_digest
 from shoal.peer.model.frozen import base_numel, stored_base
 from shoal.peer.model.layout import all_layer_keys, init_layer, initial_parameters, layer_layout, state_layout
 from shoal.peer.model.schedule import rate_of
 from shoal.protocol.layers import EMBED, HEAD, stage_layer_keys
+from shoal.protocol.messages import FetchStatus
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.spec import InitialSpec, RunSpec
@@ -204,12 +206,26 @@ def test_a_swarm_beside_a_narrow_base_equals_one_process(
 
 @pytest.mark.sim
 def test_the_base_comes_to_each_peer_once_and_stays_on_its_disk(
-    make_swarm: Callable[..., Any], tiny_spec: RunSpec
+    make_swarm: Callable[..., Any], tiny_spec: RunSpec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec = spec_with(tiny_spec, base="bf16", training={"steps": 4})
     model = Model(spec)
+    fetch, told = BaseLayers._fetch, defaultdict[int, list[FetchStatus]](list)
+
+    async def noted(self: BaseLayers, *what: Any) -> Any:
+        stored = await fetch(self, *what)
+        assert self.progress is not None
+        told[id(self)].append(self.progress.status(0.0))
+        return stored
+
+    monkeypatch.setattr(BaseLayers, "_fetch", noted)
     swarm = swarm_of(make_swarm, spec, THREE_OF_TWO, models={"0.0": model}, steps=4, keeps=True)
     assert len(model.asked) <= 2 * len(all_layer_keys(spec.model)), "mates give each other what has come"
+    for fetches in told.values():
+        left = [status.left_bytes for status in fetches]
+        assert left == sorted(left, reverse=True)
+        assert left[-1] == 0 < fetches[-1].total_bytes
+        assert {status.what for status in fetches} == {"the frozen base"}
     for stage, names in enumerate(THREE_OF_TWO):
         for name in names:
             driver = swarm.drivers[name]

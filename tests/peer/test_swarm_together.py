@@ -18,7 +18,7 @@ SLOW_BYTES_PER_S = 1e5
 
 def sent_by_the_holder(make_swarm, tiny_spec):
     """Five newcomers come to a group of one. Returns: (the numbers of the state that the holder has sent, divided by
-    those that it has; seconds until all newcomers have the state)."""
+    those that it has; seconds until all newcomers have the state; what heartbeats said that they fetch)."""
     builtins = msgspec.to_builtins(tiny_spec)
     builtins["training"] |= {"steps": STEPS, "validation_interval_steps": 0, "s_max": 1}
     builtins["wire"] = {"gradients": "hadamard4"}
@@ -44,7 +44,18 @@ def sent_by_the_holder(make_swarm, tiny_spec):
             swarm.world.set_link(swarm.peer("a"), swarm.peer(name), link)
         came_s = swarm.world.now_s()
         swarm.obey([["a", *NEWCOMERS]], not_started=False)
-        await swarm.until(lambda: all(swarm.drivers[name].heartbeat().synced for name in NEWCOMERS))
+        fetches = []
+
+        def are_whole():
+            beats = [swarm.drivers[name].heartbeat() for name in NEWCOMERS]
+            fetches.extend(beat.fetch for beat in beats if beat.fetch is not None)
+            return all(beat.synced for beat in beats)
+
+        await swarm.until(are_whole)
+        newcomers = {swarm.peer(name).identity.peer_id for name in NEWCOMERS}
+        assert any(newcomers.intersection(fetch.sources) for fetch in fetches), "heartbeats name the senders"
+        assert all(0 <= fetch.left_bytes <= fetch.total_bytes for fetch in fetches)
+        assert all(swarm.drivers[name].heartbeat().fetch is None for name in NEWCOMERS)
         took_s = swarm.world.now_s() - came_s
         await swarm.until_step(STEPS)
         assert not any(driver.failure.done() for driver in swarm.drivers.values())
@@ -52,15 +63,16 @@ def sent_by_the_holder(make_swarm, tiny_spec):
         assert len(digests) == 1
         numel = 3 * holder.replica.runtime.num_parameters
         await swarm.close()
-        return sum(sent) / numel, took_s
+        return sum(sent) / numel, took_s, {fetch.what for fetch in fetches}
 
     return run(main())
 
 
 @pytest.mark.sim
 def test_the_state_leaves_its_holder_about_once(make_swarm, tiny_spec):
-    times, took_s = sent_by_the_holder(make_swarm, tiny_spec)
+    times, took_s, whats = sent_by_the_holder(make_swarm, tiny_spec)
     assert times <= 1.3
+    assert whats == {"state"}
     assert took_s < 20.0
 
 
@@ -70,5 +82,6 @@ def test_the_layers_of_learners_leave_their_holder_less_than_half_as_often(make_
     the ranges of one that has not begun are asked of the holder."""
     monkeypatch.setattr(learner, "_SMALL_BYTES", 0)
     monkeypatch.setattr(learner, "LIGHT_STATE_S", 0.0)
-    times, _ = sent_by_the_holder(make_swarm, tiny_spec)
+    times, _, whats = sent_by_the_holder(make_swarm, tiny_spec)
     assert times <= 2.1
+    assert whats == {"weights", "state while training"}

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from open_gate import everybody
 
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.compute import ThreadCompute
@@ -18,7 +19,6 @@ from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Clock, Compute, Directory, Transport
 from shoal.protocol.sim.loop import run as run_sim
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import everybody
 from shoal.protocol.sim.world import World
 
 

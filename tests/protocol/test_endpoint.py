@@ -2,6 +2,7 @@ import asyncio
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import seal, unseal
@@ -11,7 +12,6 @@ from shoal.protocol.messages import Claim, Done, Ping, PlanHead, ProbeChunk, Red
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 _NOT_UTF8 = b"\xc3("

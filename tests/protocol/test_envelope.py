@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.envelope import CHECKSUM_BYTES, SIGNATURE_BYTES, Domain, Envelope, seal, unseal
@@ -10,7 +11,6 @@ from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.messages import Ping
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 ALICE, MALLORY = Identity(bytes(31) + b"a"), Identity(bytes(31) + b"m")

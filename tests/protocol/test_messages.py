@@ -1,7 +1,7 @@
 import msgspec
 import pytest
 
-from shoal.protocol.messages import Advert
+from shoal.protocol.messages import Advert, FetchStatus
 
 
 @pytest.mark.parametrize("name", ["a\x1b[31mb", "a\nb", "a\x00b", "a\u202eb"])
@@ -11,3 +11,10 @@ def test_a_member_whose_name_would_act_on_a_terminal_is_refused(name: str) -> No
     assert msgspec.convert(claims | {"name": "Zoë 👩\u200d🚀"}, Advert).name == "Zoë 👩\u200d🚀"
     with pytest.raises(msgspec.ValidationError, match="name has a control character"):
         msgspec.msgpack.decode(msgspec.msgpack.encode(claims | {"name": name}), type=Advert)
+
+
+@pytest.mark.parametrize("bad", [{"left_bytes": -1}, {"total_bytes": -1}, {"left_s": -1}, {"sources": ["a"] * 9}])
+def test_a_fetch_with_impossible_numbers_is_refused(bad: dict[str, object]) -> None:
+    assert msgspec.convert({"what": "state", "left_s": 2, "sources": ["a"] * 8}, FetchStatus).left_s == 2
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"what": "state"} | bad, FetchStatus)

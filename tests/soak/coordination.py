@@ -33,6 +33,7 @@ from typing import Any
 import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+from open_gate import OpenGate
 from sim_faults import Fault, FaultKind, draw_schedule, play
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
@@ -56,7 +57,6 @@ from shoal.protocol.messages import (
 from shoal.protocol.plan import SignedPlan
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec, SwarmSpec, TrainingSpec, run_id
 

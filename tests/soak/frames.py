@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 
 import xxhash
+from open_gate import OpenGate
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Unreachable
@@ -23,7 +24,6 @@ from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
 from shoal.protocol.sim.paths import Disturbance
 from shoal.protocol.sim.trace import Event, Kind
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 CORRUPTION = 0.9

@@ -133,7 +133,8 @@ function kindOf(change) {
 
 const stateOf = (peer) => {
   if (peer.state === "silent") return `silent for ${duration(peer.seen_s_ago)}`;
-  if (peer.state === "light" && peer.light) return `${WORDS.light}, ${peer.light[0]}/${peer.light[1]} layers done`;
+  if (peer.state === "light" && peer.light) return `training, ${peer.light[0]}/${peer.light[1]} layers of state here${peer.fetch && ", "}${peer.fetch}`;
+  if (peer.state === "fetching" && peer.fetch) return peer.fetch;
   return peer.state === "paused" && peer.paused_s !== null ? `paused for ${duration(peer.paused_s)}` : WORDS[peer.state];
 };
 

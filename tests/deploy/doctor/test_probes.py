@@ -9,6 +9,7 @@ from unittest import mock
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.deploy.doctor import probes
 from shoal.deploy.doctor.diagnosis import Diagnosis, diagnose
@@ -27,7 +28,6 @@ from shoal.protocol.live.tcp_queues import hosts_of
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.membership import Members
 from shoal.protocol.messages import PeerStatus, StatusRequest, SwarmStatus
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
 from shoal.protocol.toml.spec_file import load_spec
 from statuses import swarm_status

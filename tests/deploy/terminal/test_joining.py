@@ -1,17 +1,17 @@
 """What a newcomer sees while it waits."""
 
 import io
+from collections import Counter
 
 import msgspec
-import pytest
 from rich.console import Console
 
 from shoal.deploy.dashboard.feed import RunFacts
 from shoal.deploy.record.report import Phase
-from shoal.deploy.session.fetch_watch import FetchWatch
 from shoal.deploy.terminal.panel import phase_row
 from shoal.deploy.terminal.presenter import Presenter
 from shoal.peer.handoff.fetcher import FetchProgress
+from shoal.protocol.messages import FetchStatus
 
 
 def drawn(what: object) -> str:
@@ -27,28 +27,19 @@ def test_a_row_says_what_and_how_long_still() -> None:
     assert "left" not in drawn(phase_row(Phase(name="fetching state", part=0.0)))
 
 
-def test_time_left_follows_the_pace() -> None:
-    watch = FetchWatch()
-    assert watch.look(None, 0.0) is None
+def test_time_left_follows_the_rate() -> None:
     progress = FetchProgress()
-    assert watch.look(progress, 10.0) == Phase(name="fetching state", part=0.0)
+    assert progress.status(10.0) == FetchStatus(what="state")
     progress.done, progress.total = 25, 100
-    assert watch.look(progress, 15.0) == Phase(name="fetching state", part=0.25, left_s=15.0)
+    assert progress.status(15.0) == FetchStatus(what="state", total_bytes=400, left_bytes=300, left_s=15)
     progress.done = 75
-    assert watch.look(progress, 20.0) == Phase(name="fetching state", part=0.75, left_s=pytest.approx(10 / 3))
-    assert watch.look(None, 21.0) == Phase(name="catching up")
-    assert watch.look(None, 22.0) is None
-    again = FetchProgress(50, 100)
-    assert watch.look(again, 30.0) == Phase(name="fetching state", part=0.5, left_s=0.0)
+    assert progress.status(20.0).left_s == 3
 
 
-def test_who_waits_is_told_what_comes() -> None:
-    watch = FetchWatch()
-    assert watch.look(FetchProgress(1, 2, "weights"), 1.0) == Phase(name="fetching weights", part=0.5, left_s=0.0)
-    state = FetchProgress(0, 4, "state while training")
-    assert watch.look(state, 2.0) == Phase(name="fetching state while training", part=0.0)
-    state.done = 2
-    assert watch.look(state, 5.0) == Phase(name="fetching state while training", part=0.5, left_s=pytest.approx(3.0))
+def test_the_peers_that_sent_most_are_named_first() -> None:
+    told = FetchProgress(1, 2, "weights", Counter({"a": 1, "b": 3, "c": 2})).status(1.0)
+    assert told.sources == ("b", "c", "a")
+    assert told.left_bytes == 2, "weights are in bf16"
 
 
 def test_the_panel_of_a_run_shows_the_fetch_until_it_is_over() -> None:

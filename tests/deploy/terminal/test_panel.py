@@ -13,11 +13,13 @@ from shoal.deploy.terminal.lines import status_lines, step_line
 from shoal.deploy.terminal.panel import run_panel, sparkline
 from shoal.deploy.terminal.tables import stage_table
 from shoal.protocol.identity import PeerID
-from shoal.protocol.messages import Comparison, PeerStatus, SwarmStatus
+from shoal.protocol.messages import Comparison, FetchStatus, PeerStatus, SwarmStatus
 from shoal.protocol.wire_format import Formats
 from statuses import view_of
 
 A, B, C = (PeerID("12D3KooW" + letter * 44) for letter in "ABC")
+
+FETCH = FetchStatus(what="weights", total_bytes=60_000_000, left_bytes=30_000_000, left_s=12, sources=(A, B))
 
 
 def peer(peer_id: PeerID, name: str, stage: int | None, **changes: object) -> PeerStatus:
@@ -119,6 +121,9 @@ def test_a_narrow_terminal_has_fewer_columns_and_cuts_none(width: int) -> None:
         ({"draining": True}, "leaving"),
         ({"paused_s": 70.0, "draining": True}, "paused for 1:10"),
         ({"synced": False}, "fetching state"),
+        ({"synced": False, "fetch": FETCH}, "fetching weights: 30 MB of 60 MB, 12 s left, from a, BBBBBBBB"),
+        ({"synced": False, "light": (3, 22), "fetch": FETCH}, "layers of state here, fetching weights: 30 MB"),
+        ({"synced": False, "fetch": FetchStatus(what="state")}, "fetching state: asking for holders"),
         ({"synced": False, "light": (3, 22)}, "training, 3/22 layers of state here"),
         ({"synced": False, "light": (3, 22), "draining": True}, "leaving"),
     ],

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from open_gate import OpenGate, everybody
 from typer.testing import CliRunner
 
 from shoal.coordinator.allocate.greedy import GreedyAllocator
@@ -31,7 +32,6 @@ from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import Advert, Heartbeat, Standing
 from shoal.protocol.plan import Member, Plan, SignedPlan, Stage, sign_plan
 from shoal.protocol.sim.disk import PowerCut, SimDisk
-from shoal.protocol.sim.trust import OpenGate, everybody
 from shoal.protocol.spec import RunSpec, SwarmSpec, run_id
 
 RUN = "0123456789abcdef"

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from open_gate import OpenGate, everybody
 
 from shoal.deploy.state import places
 from shoal.deploy.state.known_peers import KnownPeers, all_known, ways_to
@@ -22,7 +23,6 @@ from shoal.protocol.live.disk import LiveDisk
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.messages import StatusRequest, SwarmStatus
-from shoal.protocol.sim.trust import OpenGate, everybody
 from statuses import swarm_status
 
 RUN = "0123456789abcdef"

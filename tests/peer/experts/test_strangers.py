@@ -2,6 +2,7 @@
 
 import msgspec
 import pytest
+from open_gate import OpenGate
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.errors import Refused
@@ -10,7 +11,6 @@ from shoal.protocol.messages import Done, ExpertDone, ExpertTokens
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
 
 STAGES = [["a", "b"], ["c", "d"]]

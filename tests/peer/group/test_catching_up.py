@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from open_gate import OpenGate
 
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.encoding.vectors import Vectors
@@ -18,7 +19,6 @@ from shoal.protocol.errors import RemoteError
 from shoal.protocol.messages import ReducedChunk
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 from shoal.protocol.wire_format import tensor_bytes
 

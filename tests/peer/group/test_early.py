@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from open_gate import OpenGate
 
 from cuts import scatter
 from shoal.peer.encoding.vectors import VECTORS
@@ -21,7 +22,6 @@ from shoal.protocol.messages import GatherPart, ReducePart, RoundMember, RoundSt
 from shoal.protocol.plan import Member, Plan, Stage
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 from shoal.protocol.spec import RunSpec
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from open_gate import OpenGate
 
 from shoal.peer.base.tasks import Tasks
 from shoal.peer.encoding.vectors import Vectors
@@ -16,7 +17,6 @@ from shoal.protocol.messages import Done, RoundEnded, TiedChunk, TiedOffer, Tied
 from shoal.protocol.ports import Priority
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import World
 
 STEP = 3

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from open_gate import OpenGate
 from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.group.witnesses import Witnessed
@@ -24,7 +25,6 @@ from shoal.protocol.limits import PINNED_S_MAX, PINNED_VERSIONS_MAX
 from shoal.protocol.messages import Done, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import OptimizerSpec, RunSpec
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from open_gate import OpenGate
 from pretend_services import Trained, ports_of, server_of
 
 from shoal.peer.encoding.vectors import Vectors
@@ -23,7 +24,6 @@ from shoal.protocol.layers import stage_layer_keys
 from shoal.protocol.messages import Done, StateChunkRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import LinkSpec, uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 from shoal.protocol.spec import RunSpec
 

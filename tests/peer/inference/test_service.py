@@ -6,6 +6,7 @@ import itertools
 import msgspec
 import pytest
 import torch
+from open_gate import OpenGate
 from single_process import train
 
 from shoal.deploy.visitor import swarm_model
@@ -22,7 +23,6 @@ from shoal.protocol.errors import LocalError, Refused
 from shoal.protocol.messages import InferenceAnswer, InferenceRequest
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.spec import run_id
 
 STAGES = [["0.0", "0.1"], ["1.0", "1.1"], ["2.0", "2.1"]]

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from open_gate import everybody
 
 from shoal.protocol.frames import Frame
 from shoal.protocol.identity import Identity, PeerID
@@ -12,7 +13,6 @@ from shoal.protocol.live.handshake import Greeter, StreamHello
 from shoal.protocol.live.link import Link
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.ports import Payload
-from shoal.protocol.sim.trust import everybody
 
 
 @dataclass

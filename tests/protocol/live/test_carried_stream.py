@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import uvloop
+from open_gate import everybody
 
 from carried_wires import carried_pair
 from shoal.protocol.errors import RemoteError
@@ -14,7 +15,6 @@ from shoal.protocol.live.carried_stream import secure
 from shoal.protocol.live.handshake import Greeter
 from shoal.protocol.live.link import Link
 from shoal.protocol.ports import Priority
-from shoal.protocol.sim.trust import everybody
 
 HERE, THERE, ELSE = Identity.generate(), Identity.generate(), Identity.generate()
 

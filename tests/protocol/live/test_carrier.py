@@ -9,6 +9,7 @@ import pytest
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
 from hypothesis import given
 from hypothesis import strategies as st
+from open_gate import everybody
 
 from carried_wires import connected
 from shoal.protocol.errors import RemoteError
@@ -19,7 +20,6 @@ from shoal.protocol.live.carrier import Carrier
 from shoal.protocol.live.throttle import CARRIED, Throttle
 from shoal.protocol.membership import Excluded, Members, certify, delegate
 from shoal.protocol.ports import Priority
-from shoal.protocol.sim.trust import everybody
 from shoal.protocol.token_bucket import RateLimits
 
 A, B, C, OWNER = (Identity(bytes([number]) * 32) for number in (1, 2, 3, 4))

@@ -202,7 +202,7 @@ from shoal.protocol.identity import Identity
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.sim.trust import everybody
+from open_gate import everybody
 
 async def on_call(source, request):
     return request

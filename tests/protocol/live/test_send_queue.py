@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from open_gate import everybody
 
 from carried_wires import connected
 from shoal.protocol.errors import Unreachable
@@ -13,7 +14,6 @@ from shoal.protocol.live.link import Link
 from shoal.protocol.live.receive_queue import ReceiveQueues
 from shoal.protocol.live.send_queue import SendQueue
 from shoal.protocol.ports import Priority
-from shoal.protocol.sim.trust import everybody
 
 A, B = Identity.generate(), Identity.generate()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from open_gate import everybody
 
 from shoal.protocol.errors import TransportError, Unreachable
 from shoal.protocol.identity import Identity, PeerID
@@ -21,7 +22,6 @@ from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
 from shoal.protocol.membership import Excluded
 from shoal.protocol.ports import Priority
-from shoal.protocol.sim.trust import everybody
 
 pytestmark = pytest.mark.process
 
@@ -433,7 +433,7 @@ from shoal.protocol.live.daemon import _DetachedP2P
 from shoal.protocol.live.lane_supply import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
-from shoal.protocol.sim.trust import everybody
+from open_gate import everybody
 
 async def main():
     transport = await LiveTransport.start(

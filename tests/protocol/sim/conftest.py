@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from open_gate import OpenGate
 
 from shoal.protocol.endpoint import Endpoint
 from shoal.protocol.frames import wire_bytes
@@ -11,7 +12,6 @@ from shoal.protocol.identity import PeerID
 from shoal.protocol.messages import Ping, ProbeChunk
 from shoal.protocol.ports import Payload, Priority
 from shoal.protocol.sim.phantom import Phantom
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 

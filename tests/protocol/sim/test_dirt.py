@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from open_gate import OpenGate
 
 from shoal.peer.compute.probe import LinkProbe
 from shoal.protocol.endpoint import Endpoint
@@ -17,7 +18,6 @@ from shoal.protocol.ports import JobKind, Priority, Timed
 from shoal.protocol.sim.dirt import CLEAN, Cores, Dirt, LineDirt
 from shoal.protocol.sim.loop import run
 from shoal.protocol.sim.network import uniform
-from shoal.protocol.sim.trust import OpenGate
 from shoal.protocol.sim.world import SimPeer, World
 
 NEAR = pytest.approx
