@@ -94,6 +94,15 @@ def test_links_that_nobody_has_measured_are_like_those_beside_them(seed: int) ->
     assert np.quantile(np.abs(np.log(topology.bytes_per_s[off] / rate[off])), 0.95) < np.log(1.5)
 
 
+def test_a_latency_is_at_most_the_shortest_measured_path() -> None:
+    """In `two-universities` two neighbours whose machines were measured once counted as 67 ms apart, as if far away."""
+    latency = np.full((5, 5), np.nan)
+    latency[0, 2] = latency[2, 0] = 0.0005
+    latency[:, 4] = latency[4, :] = 0.045
+    topology = believed(latency, np.full((5, 5), np.nan), machines=("a", "a", "b", "b", "far"))
+    assert topology.latency_s[1, 3] < 0.001
+
+
 def test_a_probe_that_met_a_busy_line_does_not_make_a_link_slow_until_others_agree() -> None:
     latency, rate, *_ = two_towns(12, 1.0, 0)
     busy = rate.copy()
