@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import PeerID as HivemindPeerID
-from open_gate import everybody
 
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 from shoal.protocol.ports import Payload, Priority
 
 TENSOR_BYTES = 16 * 1024 * 1024
@@ -60,7 +60,11 @@ class Receiver:
 
 async def start(folder: Path, initial_peers: tuple[str, ...] = ()) -> LiveTransport:
     return await LiveTransport.start(
-        Identity.generate(), members=everybody("bench"), state_dir=folder, initial_peers=initial_peers, use_relay=False
+        Identity.generate(),
+        members=Members("bench", PeerID(""), is_open=True),
+        state_dir=folder,
+        initial_peers=initial_peers,
+        use_relay=False,
     )
 
 

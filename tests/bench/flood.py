@@ -33,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from open_gate import everybody
 
 from shoal.protocol.errors import Unreachable
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.redial import hivemind_id
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 
 ATTACKS = ("peace", "opened", "hello", "idle", "stuck", "all")
 GOAL_MS = 250.0
@@ -58,7 +58,9 @@ TIMEOUT_S = 10.0
 
 
 async def member(folder: Path) -> None:
-    transport = await LiveTransport.start(Identity.generate(), members=everybody(RUN), state_dir=folder)
+    transport = await LiveTransport.start(
+        Identity.generate(), members=Members(RUN, PeerID(""), is_open=True), state_dir=folder
+    )
 
     async def echo(_source: PeerID, request: bytes) -> bytes:
         return request
@@ -212,7 +214,9 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         daemon, port = psutil.Process(told["daemon"]), int(told["addresses"][0].split("/")[4])
         callers = [
             await LiveTransport.start(
-                Identity.generate(), members=everybody(RUN), state_dir=folder / f"caller-{number}"
+                Identity.generate(),
+                members=Members(RUN, PeerID(""), is_open=True),
+                state_dir=folder / f"caller-{number}",
             )
             for number in range(2)
         ]

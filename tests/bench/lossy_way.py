@@ -17,12 +17,11 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "lab"))
-from open_gate import everybody
-
 from internet.emulator import Internet, Line, PathBetween
 from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
+from shoal.protocol.membership import Members
 from shoal.protocol.ports import Payload, Priority
 
 PROBE_BYTES = 128 * 1024
@@ -53,7 +52,7 @@ class Receiver:
 async def start(folder: Path, initial_peers: tuple[str, ...] = ()) -> LiveTransport:
     transport = await LiveTransport.start(
         Identity.generate(),
-        members=everybody("bench"),
+        members=Members("bench", PeerID(""), is_open=True),
         state_dir=folder,
         listen=("/ip4/0.0.0.0/tcp/0",),
         initial_peers=initial_peers,

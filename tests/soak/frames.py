@@ -11,8 +11,12 @@ import asyncio
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import xxhash
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "lib"))
+
 from open_gate import OpenGate
 
 from shoal.protocol.endpoint import Endpoint

@@ -198,11 +198,11 @@ def test_a_cancelled_handler_is_not_remembered():
 NODE = """
 import asyncio, sys
 from pathlib import Path
-from shoal.protocol.identity import Identity
+from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.directory import LiveDirectory
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
-from open_gate import everybody
+from shoal.protocol.membership import Members
 
 async def on_call(source, request):
     return request
@@ -211,8 +211,9 @@ async def on_frame(source, meta, payload):
     pass
 
 async def main():
+    members = Members("run", PeerID(""), is_open=True)
     transport = await LiveTransport.start(
-        Identity.generate(), members=everybody("run"), state_dir=Path(sys.argv[1]), use_relay=False
+        Identity.generate(), members=members, state_dir=Path(sys.argv[1]), use_relay=False
     )
     transport.serve(on_call=on_call, on_frame=on_frame)
     directory = await LiveDirectory.start(transport)

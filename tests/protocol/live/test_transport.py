@@ -428,16 +428,17 @@ def test_ctrl_c_does_not_reach_the_daemon(live_peer):
 PEER = """
 import asyncio, sys
 from pathlib import Path
-from shoal.protocol.identity import Identity
+from shoal.protocol.identity import Identity, PeerID
 from shoal.protocol.live.daemon import _DetachedP2P
 from shoal.protocol.live.lane_supply import LANES_FIRST
 from shoal.protocol.live.loop import run
 from shoal.protocol.live.transport import LiveTransport
-from open_gate import everybody
+from shoal.protocol.membership import Members
 
 async def main():
+    members = Members("run", PeerID(""), is_open=True)
     transport = await LiveTransport.start(
-        Identity.generate(), members=everybody("run"), state_dir=Path(sys.argv[1]), use_relay=False
+        Identity.generate(), members=members, state_dir=Path(sys.argv[1]), use_relay=False
     )
     print(transport.addresses()[0], flush=True)
     await asyncio.Event().wait()
