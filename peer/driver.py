@@ -196,11 +196,9 @@ class PeerDriver:
 
     @property
     def fetch(self) -> FetchStatus | None:
-        """The fetch without which we cannot train, or train with the whole state; None: none is under way."""
-        base, replica = self._layers.base, self.replica
-        progress = base.progress if base is not None else None
-        if progress is None and replica is not None:
-            progress = replica.joining.progress
+        """The download of our state, or of frozen layers, that is under way; None: there is none."""
+        progress = self._layers.base.progress if self._layers.base is not None else None
+        progress = progress or (self.replica.joining.progress if self.replica is not None else None)
         return progress.status(self._ports.clock.now_s()) if progress is not None else None
 
     def heartbeat(self) -> Heartbeat:

@@ -142,15 +142,18 @@ class PaceMark(_Part, frozen=True, array_like=True):
 # --- peer and coordinator ---
 
 
+FetchedKind = Literal["state", "weights", "state while training", "the frozen base"]
+
+
 class FetchStatus(_Part, frozen=True, omit_defaults=True):
     """A fetch that is under way, as the fetching peer reports it."""
 
-    what: Literal["state", "weights", "state while training", "the frozen base"]
+    what: FetchedKind
     total_bytes: Annotated[int, Meta(ge=0)] = 0
     """0: the peer still asks for holders."""
     left_bytes: Annotated[int, Meta(ge=0)] = 0
     left_s: Annotated[int, Meta(ge=0)] | None = None
-    """Seconds until the fetch ends, at its rate so far; None: no byte has come."""
+    """Estimated seconds until everything has arrived, at the mean rate so far; None: nothing has arrived yet."""
     sources: Annotated[tuple[PeerID, ...], Meta(max_length=FETCH_SOURCES_MAX)] = ()
     """The peers that have sent most of it, at most `FETCH_SOURCES_MAX`, the largest part first."""
 

@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from shoal.peer.replica.attestations import is_majority
 from shoal.protocol.errors import Refused, RemoteError, Unreachable
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import FETCH_SOURCES_MAX
-from shoal.protocol.messages import FetchStatus, StateChunkRequest, StateOffer, StateRequest
+from shoal.protocol.messages import FetchedKind, FetchStatus, StateChunkRequest, StateOffer, StateRequest
 from shoal.protocol.spec import RunSpec
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class FetchProgress:
 
     done: int = 0
     total: int = 0
-    what: Literal["state", "weights", "state while training", "the frozen base"] = "state"
+    what: FetchedKind = "state"
     sent: Counter[PeerID] = field(default_factory=Counter)
     """Peer -> number of elements that it has sent."""
     _began_s: float | None = None
