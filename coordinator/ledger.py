@@ -3,7 +3,7 @@
 A report may arrive late, twice (a heartbeat's reply was lost, or the role moved), or after other reports of its step
 went to the previous coordinator. Each (stage, step) counts once. The node is told of a step once and in order: when the
 last stage's report, which alone has the loss, is here, and either all stages have reported and the step before it was
-told, or `PATIENCE_HEARTBEATS` have passed since all committed it. A step that comes later still is not told.
+told, or `PATIENCE_HEARTBEATS` have passed since all committed it. A step before the newest told one is not told.
 
 A report is one peer's claim: a step, its loss and its effect on the rate count only once a majority of the last stage's
 members has passed that step (`Confirmations`). When the run rolls back (a new era), the steps after the restored

@@ -121,8 +121,7 @@ def _latencies(measured: Floats) -> Floats:
         lower = np.fmax(lower, np.fabs(row[:, None] - row[None, :]))
         upper = np.minimum(upper, upper[:, a, None] + upper[None, a])
     # With a peer right beside i the two bounds meet. Otherwise the truth is more often near the upper bound.
-    bounded = np.isfinite(upper)
-    estimate = np.where(bounded, 0.25 * lower + 0.75 * np.where(bounded, upper, 0.0), np.nan)
+    estimate = np.where(np.isfinite(upper), 0.25 * lower + 0.75 * upper, np.nan)
     near = _or(_of_rows(np.nanmedian, measured), np.full(n, DEFAULT_LATENCY_S))
     estimate = np.where(np.isnan(estimate), np.maximum(near[:, None], near[None, :]), estimate)
     return np.where(np.isnan(known), estimate, known)

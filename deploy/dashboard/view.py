@@ -89,7 +89,7 @@ class PeerView(msgspec.Struct, frozen=True):
     light: tuple[int, int] | None = None
     """(layers with state, all layers of its stage) of a peer that trains while optimizer state arrives; else None."""
     fetch: str = ""
-    """What the peer fetches, how much of it and how long is left, and from which peers; empty: nothing."""
+    """A sentence about the download that is under way: what, the bytes and seconds left, the senders; empty: none."""
 
 
 class GoneView(msgspec.Struct, frozen=True):
