@@ -12,8 +12,7 @@ the throughput of the same layout again, from current figures. This separates tw
 
 The first steps of a run are synchronous: no member runs ahead (`RunSpec.synchronous_steps`). Plans are made for
 synchronous steps while these fill most of a layout's expected life (`ClusterView.runs_ahead`), and otherwise for the
-later steps. In the second case the objective predicts the live layout for both kinds of step, and a rate measured in
-synchronous steps is divided by the ratio of the two predictions.
+later steps. In the second case a rate measured in synchronous steps corrects the objective, but searches do not use it.
 
 `forecast_error` is the error of past predictions; the gain that a search predicts is discounted by it. A predicted gain
 that has not been measured yet counts as an error. Otherwise each search would believe the figures that misled the last
@@ -29,7 +28,7 @@ from statistics import fmean
 
 from shoal.coordinator.allocate.interface import FORECAST_ERROR, NOT_CHOSEN, Chosen, Place, places_of
 from shoal.coordinator.cost.forecast_bias import ForecastBias
-from shoal.coordinator.token_rate import MUCH, TokenRate
+from shoal.coordinator.token_rate import TokenRate
 from shoal.protocol.identity import PeerID
 from shoal.protocol.limits import STAGES_MAX, VERSION_MAX
 from shoal.protocol.messages import Comparison, LayoutCalibration
@@ -61,26 +60,23 @@ class Calibration:
 
     def __init__(self, *, synchronous_steps: int = 0) -> None:
         self._synchronous_steps = synchronous_steps
-        self._synchronous_share = 1.0
-        """Tokens/s predicted for the live layout in synchronous steps / those in steps that run ahead. It is 1 unless
-        the run is in synchronous steps while plans are made for later steps."""
         self._runs_ahead = True
+        self._is_for_later_steps = False
+        """True while the steps are synchronous and plans are made for later ones: their throughputs differ."""
         self._layout: tuple[int, tuple[Place, ...]] | None = None
         self._peers: frozenset[PeerID] = frozenset()
         """The members and the spares of the live plan."""
         self._foreseen: Foreseen | None = None
         self._today: Foreseen | None = None
-        """The objective's current prediction for the live layout, without the learned factor."""
+        """The objective's current prediction for the live layout's present steps, without the learned factor."""
         self._steady_from: int | None = None
         self._seen = 0.0, 0
-        """(measured tokens/s of the live layout, / `_synchronous_share` in synchronous steps; steps measured)."""
-        self._shown_tokens_per_s = 0.0
-        """Tokens/s of the live layout as measured, for people: not corrected for synchronous steps as `_seen` is."""
+        """(measured tokens/s of the live layout; steps measured)."""
         self._seen_before = 0.0
         """Tokens/s measured before the last members came. They count until the layout is measured with its new members,
         which make it no slower. 0: unknown, or the layout is another one."""
         self._newest = 0.0
-        """Tokens/s between the last two marks of the curve, divided like `_seen`; 0: unknown."""
+        """Tokens/s between the last two marks of the curve; 0: unknown."""
         self._learned: dict[int, tuple[float, int]] = {}
         """Number of stages -> (mean log(measured / predicted tokens/s), steps measured), the latest entry last."""
         self._factor_then = 1.0
@@ -113,7 +109,10 @@ class Calibration:
 
     @property
     def seen_tokens_per_s(self) -> float:
-        """Tokens/s of the live layout, measured or, if that is out of date, predicted; 0: too few measured steps."""
+        """Tokens/s of the live layout, measured or, if that is out of date, predicted; 0: too few measured steps, or
+        plans are made for another kind of step."""
+        if self._is_for_later_steps:
+            return 0.0
         return self._rate if self._seen[1] >= OFF_STEPS else self._seen_before
 
     @property
@@ -130,7 +129,7 @@ class Calibration:
     def _is_out_of_date(self) -> bool:
         """True if the measured rate (a median) predates a slowdown: prediction and newest step are far lower now."""
         both = self._believed, self._newest
-        return min(both) > 0.0 and MUCH * max(both) < self._seen[0]
+        return 0.0 < min(both) and max(both) < SLOW * self._seen[0]
 
     @property
     def is_unexplained(self) -> bool:
@@ -175,7 +174,7 @@ class Calibration:
                 self.chosen = Chosen(self._promised_tokens_per_s, len(peers))
             self._layout, self._today, self._steady_from = layout, None, None
             self._seen, self._newest = (0.0, 0), 0.0
-            self._shown_tokens_per_s, self.rejected = 0.0, ""
+            self.rejected = ""
         if plan.foreseen != self._foreseen:
             self._foreseen, self._factor_then = plan.foreseen, self.factor
         self._peers = peers
@@ -184,21 +183,13 @@ class Calibration:
         """Return the number of synchronous steps that are still to come after `version`."""
         return max(0, self._synchronous_steps - version)
 
-    def predict_step_time(
-        self, today: Foreseen | None, *, synchronous: Foreseen | None = None, runs_ahead: bool = True
-    ) -> None:
-        """Record `today`, the cost model's current prediction for the live layout.
-
-        Args:
-            synchronous: the prediction for synchronous steps, if the run is in these but plans are made for later ones.
-            runs_ahead: True if plans are made for steps that run ahead. When this changes, the live plan's prediction
-                no longer counts."""
+    def predict_step_time(self, today: Foreseen | None, *, runs_ahead: bool = True) -> None:
+        """Record `today`, the cost model's current prediction for the live layout in the present kind of step.
+        Args: runs_ahead: True if plans are made for steps that run ahead. When this changes, the live plan's prediction
+        no longer counts."""
         if runs_ahead != self._runs_ahead:
             self._runs_ahead, self._promised_tokens_per_s, self._promised_gain = runs_ahead, 0.0, 0.0
         self._today = today
-        self._synchronous_share = 1.0
-        if today is not None and synchronous is not None:
-            self._synchronous_share = min(1.0, synchronous.tokens_per_s / today.tokens_per_s)
 
     def look(self, pace: TokenRate, now_s: float, *, version: int, is_whole: bool) -> None:
         """Compare measured with predicted throughput, and learn from the difference.
@@ -209,13 +200,13 @@ class Calibration:
         if self._steady_from is None:
             self._steady_from = self._learned_to = version + WARM_UP_STEPS
         if self._steady_from < self._synchronous_steps <= version:
-            self._steady_from = self._synchronous_steps + 1  # earlier measurements are of synchronous steps
+            # Earlier measurements, and perhaps the current prediction, are of synchronous steps.
+            self._steady_from, self._today = self._synchronous_steps + 1, None
             self._learned_to = max(self._learned_to, self._steady_from)
-        share = self._synchronous_share if self.synchronous_left(version) else 1.0
-        rate, num_steps = pace.seen(self._layout[0], self._steady_from, now_s)
-        self._seen, self._shown_tokens_per_s = (rate / share, num_steps), rate
-        self._newest = pace.newest(now_s) / share if num_steps else 0.0
-        if self._seen[1] >= OFF_STEPS and not self.chosen.tokens_per_s:
+        self._is_for_later_steps = self._runs_ahead and self.synchronous_left(version) > 0
+        self._seen = pace.seen(self._layout[0], self._steady_from)
+        self._newest = pace.newest(now_s) if self._seen[1] else 0.0
+        if self._seen[1] >= OFF_STEPS and not self.chosen.tokens_per_s and not self._is_for_later_steps:
             self.chosen = Chosen(self._believed, self.chosen.peers)
         if self._seen[1] and self._today is not None and version > self._learned_to:
             if not self._is_out_of_date:
@@ -225,7 +216,7 @@ class Calibration:
     def _off_now(self) -> float | None:
         """Return log(measured / throughput that the plan predicted); None: unknown. The current prediction is not used:
         if devices slow each other down, that prediction falls together with the measurement and hides the error."""
-        if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS:
+        if self._promised_tokens_per_s <= 0.0 or self._seen[1] < OFF_STEPS or self._is_for_later_steps:
             return None
         return _log(self._seen[0], self._promised_tokens_per_s)
 
@@ -291,24 +282,21 @@ class Calibration:
         if foreseen is None:
             return None
         believed = today or foreseen
-        now_tokens_per_s = self._synchronous_share * believed.tokens_per_s
         return Comparison(
             foreseen_tokens_per_s=foreseen.tokens_per_s,
-            sentence=self._sentence(now_tokens_per_s, believed),
-            seen_tokens_per_s=self._shown_tokens_per_s,
+            sentence=self._sentence(believed),
+            seen_tokens_per_s=self._seen[0],
             steps=self._seen[1],
-            today_tokens_per_s=now_tokens_per_s,
+            today_tokens_per_s=believed.tokens_per_s,
             bound=believed.bound,
             stage=believed.stage,
         )
 
-    def _sentence(self, foreseen_tokens_per_s: float, believed: Foreseen) -> str:
-        seen = f", seen {self._shown_tokens_per_s:,.0f} over {self._seen[1]} steps" if self._seen[1] else ""
+    def _sentence(self, believed: Foreseen) -> str:
+        seen = f", seen {self._seen[0]:,.0f} over {self._seen[1]} steps" if self._seen[1] else ""
         reason = _WORDS[believed.bound].format(believed.stage)
-        if self._synchronous_share < 1.0:
-            reason = f"nothing runs ahead in the first {self._synchronous_steps} steps"
         rejected = f"; {self.rejected}" if self.rejected else ""
-        return f"foreseen {foreseen_tokens_per_s:,.0f} tokens/s{seen}; {reason}{rejected}"
+        return f"foreseen {believed.tokens_per_s:,.0f} tokens/s{seen}; {reason}{rejected}"
 
 
 def _is_possible(num_stages: int, log: float, steps: int) -> bool:

@@ -6,7 +6,7 @@ the view learns only which plans are live."""
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 import msgspec
 
@@ -476,11 +476,9 @@ class ClusterView:
         """Compare the live plan's predicted and measured throughput. Call this once every member has been heard."""
         if now_s >= self._foresee_at_s:
             self._foresee_at_s = now_s + FORESEE_HEARTBEATS * self.spec.swarm.heartbeat_s
-            predict = partial(self.predict_step_time, live.stages, now_s, live.formats)
-            runs_ahead = self.runs_ahead(now_s)
-            differs = runs_ahead and self.calibration.synchronous_left(self.version_max) > 0
-            synchronous = predict(runs_ahead=False) if differs else None
-            self.calibration.predict_step_time(predict(), synchronous=synchronous, runs_ahead=runs_ahead)
+            is_ahead = not self.calibration.synchronous_left(self.version_max)
+            today = self.predict_step_time(live.stages, now_s, live.formats, runs_ahead=is_ahead)
+            self.calibration.predict_step_time(today, runs_ahead=self.runs_ahead(now_s))
             self._formats = live.sequence, self.choose_formats(live.stages, now_s, kept=live.formats)
         is_whole = self.roster.is_whole(live)
         self.calibration.look(self.ledger.pace, now_s, version=self.version_max, is_whole=is_whole)

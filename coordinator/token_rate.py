@@ -23,18 +23,12 @@ WINDOW_STEPS = 4
 MARK_S = 8.0
 MARKS_MAX = 20
 """The most marks kept: three in a row span over `MARK_S`, so 15 cover the window; a changing rate needs more."""
-SEEN_MARKS = 7
-"""The number of newest rates between marks of which a layout's rate is the median: it shows a change after four."""
-LATE_MARKS = 3
-MUCH = 1.25
-"""The median rate of the last `LATE_MARKS` marks replaces a layout's rate that is more than this many times higher."""
-SLOW_STEPS = 4.0
-LATE_STEPS = 1.5
-"""A step is late once the time since the last commit exceeds both `STANDS_S` and `LATE_STEPS` usual step times (for the
-rate of a layout: `SLOW_STEPS` of them)."""
-STANDS_S = 5.0
-STANDS_STEPS = 3.0
-"""A run stands still if the next step takes this multiple of the usual time, and at least `STANDS_S`."""
+SEEN_MARKS = 5
+"""The number of newest rates between marks of which a layout's rate is the median: it shows a change after three."""
+LATE_S = 5.0
+LATE_STEPS = 2.0
+"""A step is late, and the run stands still, once the time since the last commit exceeds both `LATE_S` and this multiple
+of the usual step time."""
 AGE_S_MAX = 7 * 24 * 3600.0
 
 
@@ -93,25 +87,19 @@ class TokenRate:
             return 0.0
         return sum(_within(before, mark, end_s - length_s) for before, mark in pairwise(self._marks)) / length_s
 
-    def seen(self, era: int, version: int, now_s: float) -> tuple[float, int]:
+    def seen(self, era: int, version: int) -> tuple[float, int]:
         """Return (tokens a second, number of measured steps) of a layout that is live since `version` of `era`; (0, 0):
         too few steps. The rate is the median of the rates between marks (points of the curve), which one standstill
-        does not change; or the median of the last few, if that is much lower. If the current step takes `SLOW_STEPS`
-        times the usual time or more, the rate is at most that of this step so far."""
+        does not change."""
         since = era, version - 1
         counted = [
             (mark.tokens / (mark.at_s - before.at_s), mark.num_steps)
             for before, mark in pairwise(self._marks)
             if mark.era == era and (before.era, before.step) >= since and mark.at_s > before.at_s
         ][-SEEN_MARKS:]
-        if len(counted) < LATE_MARKS:
+        if 2 * len(counted) <= SEEN_MARKS:
             return 0.0, 0
-        num_steps = sum(num_steps for _, num_steps in counted)
-        usual = median(rate for rate, _ in counted)
-        late = median(rate for rate, _ in counted[-LATE_MARKS:])
-        rate = late if late * MUCH < usual else usual
-        late_s = self._late_s(now_s, SLOW_STEPS)
-        return min(rate, self._tokens_per_step / late_s) if late_s else rate, num_steps
+        return median(rate for rate, _ in counted), sum(num_steps for _, num_steps in counted)
 
     def newest(self, now_s: float) -> float:
         """Return the tokens a second between the last two marks; 0: unknown. If the current step is late, the rate is
@@ -120,7 +108,7 @@ class TokenRate:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
         rate = last.tokens / (last.at_s - before.at_s) if last.at_s > before.at_s else math.inf
-        late_s = self._late_s(now_s, LATE_STEPS)
+        late_s = self.stands_s(now_s)
         return min(rate, self._tokens_per_step / late_s) if late_s else rate
 
     def commits_within(self, seconds: float, now_s: float, *, believed_s: float = 0.0) -> tuple[int, float] | None:
@@ -148,13 +136,9 @@ class TokenRate:
         return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None
 
     def stands_s(self, now_s: float) -> float:
-        """Return the length of a standstill; 0 while a step may still be running, or no commit is known."""
-        return self._late_s(now_s, STANDS_STEPS)
-
-    def _late_s(self, now_s: float, steps: float) -> float:
-        """Return the time since the last commit if it exceeds both `steps` usual steps and `STANDS_S`; else 0."""
+        """Return the time since the last commit if the current step is late; else, or if no commit is known, 0."""
         idle_s = self.idle_s(now_s) or 0.0
-        return idle_s if idle_s > max(STANDS_S, steps * self.usual_step_s) else 0.0
+        return idle_s if idle_s > max(LATE_S, LATE_STEPS * self.usual_step_s) else 0.0
 
     @property
     def usual_step_s(self) -> float:
