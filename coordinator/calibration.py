@@ -129,7 +129,7 @@ class Calibration:
     def _is_out_of_date(self) -> bool:
         """True if the measured rate (a median) predates a slowdown: prediction and newest step are far lower now."""
         both = self._believed, self._newest
-        return 0.0 < min(both) and max(both) < SLOW * self._seen[0]
+        return min(both) > 0.0 and max(both) < SLOW * self._seen[0]
 
     @property
     def is_unexplained(self) -> bool:
