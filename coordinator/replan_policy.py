@@ -39,10 +39,9 @@ NOTHING_TO_READ = (
 """Why the run waits if the coordinator's own snapshots are damaged or lost."""
 PATIENCE_S_MAX = 600.0
 """Longest wait for a silent peer that holds the only copy of a state."""
-NOTICE_HEARTBEATS = 3.0
-"""Time until all members know at which version the live layout ends: a report, two round trips and the votes."""
-SURE_HEARTBEATS = 6.0
-"""Like `NOTICE_HEARTBEATS`, but longer: `_sooner` adds no spare step to this time, so it must be enough by itself."""
+NOTICE_HEARTBEATS = 6.0
+"""Time until all members surely know at which version the live layout ends: a report, two round trips and the votes
+take half of it."""
 END_PATIENCE_S = 30.0
 END_PATIENCE_STEPS = 4.0
 """A change of layout waits for downloads until none has progressed for `END_PATIENCE_S` or this many steps, whichever
@@ -436,7 +435,7 @@ class ReplanPolicy:
         slow, quick = view.predict_step_time(live.stages, now_s), view.predict_step_time(stages, now_s)
         if slow is None or quick is None:
             return cutover_version
-        sure_s = SURE_HEARTBEATS * self._heartbeat_s
+        sure_s = NOTICE_HEARTBEATS * self._heartbeat_s
         if view.version_max > view.ledger.step + view.spec.training.s_max:
             sure_s -= pace.usual_step_s
         expected = pace.commits_within(sure_s, now_s, believed_s=view.spec.tokens_per_step / slow.tokens_per_s)

@@ -506,7 +506,7 @@ def test_an_end_that_came_too_late_is_put_off_twice_as_far(
         pytest.param(40.0, 3.0, 57, id="what has begun is made again"),
         pytest.param(40.0, 1.05, 58, id="hardly quicker: the step that has begun is ended, and no more"),
         pytest.param(40.0, 0.95, 60, id="slower, as far as is foreseen"),
-        pytest.param(1.0, 3.0, 62, id="steps are short: all members have to know of it first"),
+        pytest.param(1.0, 3.0, 63, id="steps are short: all members have to know of it first"),
     ],
 )
 def test_a_slow_layout_ends_at_the_version_that_is(
