@@ -26,7 +26,7 @@ MARKS_MAX = 20
 SEEN_MARKS = 5
 """The number of newest rates between marks of which a layout's rate is the median: it shows a change after three."""
 LATE_S = 5.0
-LATE_STEPS = 2.0
+LATE_STEPS = 1.5
 """A step is late, and the run stands still, once the time since the last commit exceeds both `LATE_S` and this multiple
 of the usual step time."""
 AGE_S_MAX = 7 * 24 * 3600.0

@@ -95,9 +95,9 @@ def test_a_late_step_is_enough_where_todays_figure_says_why(plan):
     def look(after_s: float) -> None:
         run.calibration.look(run.pace, run.now_s + after_s, version=run.version, is_whole=True)
 
-    look(1.9 * STEP_S)
+    look(1.2 * STEP_S)
     assert run.calibration.seen_tokens_per_s == pytest.approx(USUAL)
-    look(2.1 * STEP_S)
+    look(1.6 * STEP_S)
     assert run.calibration.seen_tokens_per_s == pytest.approx(USUAL / 4.0)
     assert not run.calibration.is_unexplained
 
@@ -105,7 +105,7 @@ def test_a_late_step_is_enough_where_todays_figure_says_why(plan):
 def test_a_late_step_that_nothing_explains_is_doubted(plan):
     run = Run(plan)
     run.steps(40)
-    for after, is_unexplained in ((1.9, False), (2.1, True)):
+    for after, is_unexplained in ((1.2, False), (1.6, True)):
         run.calibration.look(run.pace, run.now_s + after * STEP_S, version=run.version, is_whole=True)
         assert run.calibration.is_unexplained == is_unexplained
         assert run.calibration.seen_tokens_per_s == pytest.approx(USUAL)
