@@ -27,8 +27,9 @@ SEEN_MARKS = 5
 """The number of newest rates between marks of which a layout's rate is the median: it shows a change after three."""
 LATE_S = 5.0
 LATE_STEPS = 1.5
-"""A step is late, and the run stands still, once the time since the last commit exceeds both `LATE_S` and this multiple
-of the usual step time."""
+"""A step is late once the time since the last commit exceeds both `LATE_S` and this multiple of the usual step time."""
+STANDS_STEPS = 3.0
+"""People are told that a run stands still once its step takes this multiple of the usual time, and over `LATE_S`."""
 AGE_S_MAX = 7 * 24 * 3600.0
 
 
@@ -108,7 +109,7 @@ class TokenRate:
             return 0.0
         before, last = self._marks[-2], self._marks[-1]
         rate = last.tokens / (last.at_s - before.at_s) if last.at_s > before.at_s else math.inf
-        late_s = self.stands_s(now_s)
+        late_s = self._late_s(now_s, LATE_STEPS)
         return min(rate, self._tokens_per_step / late_s) if late_s else rate
 
     def commits_within(self, seconds: float, now_s: float, *, believed_s: float = 0.0) -> tuple[int, float] | None:
@@ -136,9 +137,13 @@ class TokenRate:
         return max(0.0, now_s - self._marks[-1].at_s) if self._marks else None
 
     def stands_s(self, now_s: float) -> float:
-        """Return the time since the last commit if the current step is late; else, or if no commit is known, 0."""
+        """Return the length of a standstill; 0 while a step may still be running, or no commit is known."""
+        return self._late_s(now_s, STANDS_STEPS)
+
+    def _late_s(self, now_s: float, steps: float) -> float:
+        """Return the time since the last commit if it exceeds both `steps` usual steps and `LATE_S`; else 0."""
         idle_s = self.idle_s(now_s) or 0.0
-        return idle_s if idle_s > max(LATE_S, LATE_STEPS * self.usual_step_s) else 0.0
+        return idle_s if idle_s > max(LATE_S, steps * self.usual_step_s) else 0.0
 
     @property
     def usual_step_s(self) -> float:
