@@ -96,7 +96,7 @@ class CatchingUp:
         self._endpoint.on_frame(ReducedChunk, self._on_chunk, stage=self._stage)
 
     def mate_lost(self, peer: PeerID) -> None:
-        """Give up the fetches from `peer`, which died."""
+        """Give up the fetches from `peer`, which died or left the group."""
         for fetch in self._fetches.values():
             if fetch.mate == peer:
                 fetch.is_lost = True

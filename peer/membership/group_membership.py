@@ -153,13 +153,12 @@ class GroupMembership(ABC):
                     self._begin_round(start)
             case commands.CatchUp(mate, step):
                 return self._catch_up(mate, step)
-            case commands.ForgetMember(peer, died):
+            case commands.ForgetMember(peer):
                 self._outbox.forget(peer)
+                self._catching_up.mate_lost(peer)
+                self._pieces.forget(peer)
                 if self._tied is not None:
                     self._tied.mate_lost(peer)
-                if died:
-                    self._catching_up.mate_lost(peer)
-                    self._pieces.forget(peer)
             case commands.Accuse(peer):
                 self._accuse(peer, f"{peer[-8:]} restarts without end")
             case commands.Count(counted):

@@ -217,10 +217,9 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the unsent messages to `peer`, which needs them no more. `died`: also give up what we fetch from `peer`."""
+    """Drop the unsent messages to `peer`, and give up what we fetch from it: it died, left the group, or began anew."""
 
     peer: PeerID
-    died: bool = False
 
 
 @dataclass(frozen=True, slots=True)

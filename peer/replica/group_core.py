@@ -165,7 +165,7 @@ class GroupCore(GroupView):
             return []
         if is_barred:
             self.bar(peer)
-        return [ForgetMember(peer, died=True), *self._lose(peer, now_s)]
+        return self._lose(peer, now_s)
 
     def member_elsewhere(self, peer: PeerID, incarnation: int, *, now_s: float) -> list[CommitCommand]:
         """Remove a peer that reports that it has left our group or has not joined yet."""
@@ -230,7 +230,7 @@ class GroupCore(GroupView):
         This opens no round. The caller may, once it has applied the whole message (the member may be ready)."""
         commands: list[CommitCommand] = []
         if self._has_begun_anew(peer, incarnation):
-            commands = [ForgetMember(peer), *self._count_out(peer, now_s)]
+            commands = self._count_out(peer, now_s)
             if not self._restarts.takes(peer, now_s):
                 self.bar(peer)
                 commands.append(Accuse(peer))
@@ -247,15 +247,14 @@ class GroupCore(GroupView):
             self._losses.died(peer, step, self._tallies.lose(peer, step))
         self._rounds.void_if_dead(self.version)
         left = self._agreement.reports_left_by(peer)
-        return [*left, *self._compare(now_s)]
+        return [ForgetMember(peer), *left, *self._compare(now_s)]
 
     def _fell_silent(self, peer: PeerID, now_s: float) -> list[CommitCommand]:
         """Remove an unreachable member if it drains. If it is not ready, do not wait until it names a leader."""
         if peer in self.draining:
-            commands = self._lose(peer, now_s)
-        else:
-            self.silent(peer)
-            commands = self._try_round(now_s)
+            return self._lose(peer, now_s)
+        self.silent(peer)
+        commands = self._try_round(now_s)
         return commands if peer in self.group_peers else [*commands, ForgetMember(peer)]
 
     def _contribute(self, event: GradientCounted, now_s: float) -> list[CommitCommand]:

@@ -1,13 +1,14 @@
 """Rounds that nobody can end any more, whenever a member hears of them, and rounds that nobody may open."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
 from shoal.peer.pipeline.microbatch import Microbatch
-from shoal.peer.replica.commands import CatchUp, CommitCommand, Reduce, Tell
+from shoal.peer.replica.commands import CatchUp, CommitCommand, ForgetMember, Reduce, Tell
 from shoal.peer.replica.events import (
     DigestArrived,
     GradientCounted,
@@ -71,6 +72,29 @@ def test_a_member_that_is_barred_is_no_mate_whatever_it_says() -> None:
     assert not ours.has_place(C)
     with pytest.raises(Refused):
         ours.handle(RoundArrived(C, a_round(1, 5000, a=BOTH, b=b"", c=b"")), now_s=4)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        pytest.param(lambda ours: ours.member_lost(C, now_s=1), id="it died"),
+        pytest.param(
+            lambda ours: ours.member_said(C, ready=False, is_open=False, incarnation=1, now_s=1),
+            id="it has dropped its state",
+        ),
+        pytest.param(lambda ours: ours.member_elsewhere(C, 2, now_s=1), id="it works in another group"),
+        pytest.param(
+            lambda ours: ours.member_said(C, ready=True, is_open=True, incarnation=2, now_s=1), id="it has begun anew"
+        ),
+    ],
+)
+def test_what_is_fetched_from_a_member_is_given_up_once_it_has_left(
+    ends: Callable[[GroupCore], list[CommitCommand]],
+) -> None:
+    """A newcomer waited a minute for the gradient that a member was sending as it moved to another stage. Microbatches
+    that the newcomer had taken waited too, and 64 peers with them."""
+    ours = core(A, A, B, C)
+    assert [command for command in ends(ours) if isinstance(command, ForgetMember)] == [ForgetMember(C)]
 
 
 def a_round(step: int, number: int, *, form: WireFormat = "fp32", **brings: bytes) -> RoundStart:
