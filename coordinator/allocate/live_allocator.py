@@ -275,9 +275,7 @@ def _moved(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> tuple[list[tup
     holding = {peer.peer for slot in slots for peer in slot.holders}
     spares = tuple(peer.peer for peer in snapshot.peers if peer.peer not in holding)
     stages = _shared(topology, snapshot.workload, tuple(stage_of(slot) for slot in slots))
-    why = f"for {100 * change.gain:.0f} % more" if math.isfinite(change.gain) else f"since {objective.live.why}"
-    if change.gain < 0.005:
-        why = "so that fewer stages have a sole holder"
+    why = _purpose(change) if math.isfinite(change.gain) else f"since {objective.live.why}"
     reason = f"search: {num_moved} {'peer moves' if num_moved == 1 else 'peers move'} {why}"
     layout = Layout(stages=stages, spares=spares, reason=reason)
     return [(change, layout)], ""
@@ -307,9 +305,13 @@ def _divided(snapshot: SwarmSnapshot, previous: Plan, seed: int) -> list[tuple[C
         change = objective.change_to(placement) if all(current.stages) else None
         stages, spares = _stages_of(snapshot, topology, workload, placement)
         layout = Layout(stages=stages, spares=spares, reason="")
-        gain = f"for {100 * change.gain:.0f} % more" if change is not None else ""
-        found.append((change, replace(layout, reason=f"search: {_in_place_of(layout, previous)} {gain}")))
+        why = _purpose(change) if change is not None else ""
+        found.append((change, replace(layout, reason=f"search: {_in_place_of(layout, previous)} {why}")))
     return found
+
+
+def _purpose(change: Change) -> str:
+    return f"for {100 * change.gain:.0f} % more" if change.gain >= 0.005 else "so that fewer stages have a sole holder"
 
 
 def _in_place_of(layout: Layout, previous: Plan) -> str:

@@ -3,7 +3,7 @@
 Let R(x) be the predicted rate of layout x in tokens/s, x0 the live layout, and H the time for which layouts are
 expected to last (`SwarmSnapshot.horizon_s`). The value of x, in seconds of the live layout's work, is
 
-    J(x)  = max over ways (mu A + r (H - A - S)) / (1 + loss(x)),    J(x0) = H / (1 + loss(x0))
+    J(x)  = max over ways mu A / (1 + loss(x0)) + r (H - A - S) / (1 + loss(x)),    J(x0) = H / (1 + loss(x0))
     r     = (R(x) / max(R(x0), seen))^kappa,                         kappa = d^2 / (d^2 + tau^2 + v(x)); 1 for losses
     loss  = G / T * sum of p over the stages that one machine holds alone
 
@@ -99,23 +99,24 @@ class Change:
 
     def work_s(self, horizon_s: float) -> float:
         """Return J, the work expected within `horizon_s`, in seconds of the live layout's work."""
-        rate, copies_s = 1.0 + self.believed, min(self.precopy_s, horizon_s)
+        rate, copies_s = (1.0 + self.believed) / (1.0 + self.loss), min(self.precopy_s, horizon_s)
+        before = self.meanwhile / (1.0 + self.loss_before)  # until the move, a failure costs what it costs now
         halted = rate * max(0.0, horizon_s - self.drain_s - self.stop_and_copy_s)
-        ahead = self.meanwhile * copies_s + rate * max(0.0, horizon_s - copies_s - self.drain_s - self.residual_s)
-        return max(halted, ahead) / (1.0 + self.loss)
+        ahead = before * copies_s + rate * max(0.0, horizon_s - copies_s - self.drain_s - self.residual_s)
+        return max(halted, ahead)
 
     def pays(self, horizon_s: float) -> bool:
         return self.work_s(horizon_s) > horizon_s / (1.0 + self.loss_before)
 
     def gain_needed(self, horizon_s: float) -> float:
         """Return the least promised gain that would make this change worth its cost; inf: no gain is enough."""
-        work_s = horizon_s * (1.0 + self.loss) / (1.0 + self.loss_before)
         copies_s = min(self.precopy_s, horizon_s)
         ways = (
-            (work_s, horizon_s - self.drain_s - self.stop_and_copy_s),
-            (work_s - self.meanwhile * copies_s, horizon_s - copies_s - self.drain_s - self.residual_s),
+            (horizon_s, horizon_s - self.drain_s - self.stop_and_copy_s),
+            (horizon_s - self.meanwhile * copies_s, horizon_s - copies_s - self.drain_s - self.residual_s),
         )
         rate = min((work_s / seconds for work_s, seconds in ways if seconds > 0.0), default=math.inf)
+        rate *= (1.0 + self.loss) / (1.0 + self.loss_before)
         if rate <= 1.0:
             return 0.0
         needed = math.log(rate) / self.trust if self.trust > 0.0 else math.inf

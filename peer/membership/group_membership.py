@@ -157,6 +157,7 @@ class GroupMembership(ABC):
                 self._outbox.forget(peer)
                 self._catching_up.mate_lost(peer)
                 self._pieces.forget(peer)
+                self.witnesses.mate_lost(peer)
                 if self._tied is not None:
                     self._tied.mate_lost(peer)
             case commands.Accuse(peer):
@@ -315,7 +316,6 @@ class GroupMembership(ABC):
 
     def peer_died(self, peer: PeerID) -> None:
         """Remove a peer that a plan has dropped although the peer had not announced that it leaves."""
-        self.witnesses.mate_lost(peer)
         self.handle(events.PeerDied(peer))
 
     def peer_reborn(self, peer: PeerID, incarnation: int) -> None:
