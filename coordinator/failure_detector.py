@@ -10,7 +10,8 @@ The coordinator checks a suspicion itself before it removes a member:
 | a heartbeat is late                   | it answers a ping, or      | alive but slow: it stays                        |
 |                                       | sends a frame or a call    |                                                 |
 | a member cannot reach another         | two pings refused in a row | its process is gone: out                        |
-| (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`)                |
+| (`Heartbeat.silent`)                  | no answer                  | out after its timeout (`roster`), or after half |
+|                                       |                            | of it if two neighbours cannot reach it either  |
 | a first refusal: all are pinged, so   | refused, and no other peer | gets time to return: a crashed network daemon   |
 | that one plan removes all that failed | holds its group's state    | restarts faster than a snapshot is restored     |
 | a ping stays unanswered: two others   | it answers one of them     | alive but unreachable for us: transfer the role |
@@ -47,6 +48,8 @@ BACKING_HEARTBEATS = 1.15
 RETURN_S = 3.0
 """How long a member with the only copy of a state may refuse connections before it counts as gone: twice the restart
 time of a peer's network daemon on a busy machine. A roll-back would cost more than this wait."""
+UNANSWERED_PATIENCE = 0.5
+"""If two neighbours cannot reach a member, it is gone after this part of its timeout without an answer to our pings."""
 ROLL_CALL_HEARTBEATS = 0.15
 """How long a plan waits for the answers of members that are pinged after a first refusal."""
 VOUCHED_HEARTBEATS = 10.0
@@ -71,7 +74,7 @@ class Inquiry:
     returns_by_s: float = -math.inf
     """A member that refuses our connections does not count as gone before this time, because it may still return."""
     reporters: dict[PeerID, None] = field(default_factory=dict)
-    """Other members that cannot reach this one, in the order of their reports."""
+    """Neighbours that cannot reach the member, in the order of their reports."""
     help_at_s: float = math.inf
     """When others are asked to ping the member; inf: we have not pinged it ourselves yet."""
     vouchers: dict[PeerID, None] = field(default_factory=dict)
@@ -226,7 +229,9 @@ class FailureDetector:
             return
         for peer in tuple(silent)[:LINKS_PER_HEARTBEAT_MAX]:
             if plan.has(peer) and peer not in (reporter, self._me):
-                self._suspect(peer, now_s).reporters[reporter] = None
+                inquiry = self._suspect(peer, now_s)
+                if _are_neighbours(plan, reporter, peer):
+                    inquiry.reporters[reporter] = None
 
     def heard(self, peer: PeerID) -> None:
         self._inquiries.pop(peer, None)
@@ -290,7 +295,7 @@ class FailureDetector:
         return [LogReason(text=f"{peer[-8:]} is gone: its connections are refused")]
 
     def look(self, plan: Plan, now_s: float, *, awaited: Collection[PeerID] = ()) -> list[Command]:
-        """Ping suspects, and ask others to ping those that do not answer us.
+        """Ping suspects. A suspect is gone if two neighbours cannot reach it, and it does not answer us either.
         Args: awaited: silent members that may return with the only copy of a state, until they refuse us."""
         for peer in plan.members:
             if peer == self._me:
@@ -304,7 +309,13 @@ class FailureDetector:
             elif self._roster.overdue_at_s(peer) <= now_s:
                 self._suspect(peer, now_s)
         commands: list[Command] = []
-        for peer, inquiry in self._inquiries.items():
+        for peer, inquiry in list(self._inquiries.items()):
+            if inquiry.is_open and self._is_out_of_reach(peer, inquiry, now_s):
+                del self._inquiries[peer]
+                self._roster.lose(peer)
+                text = f"{peer[-8:]} is gone: its neighbours cannot reach it, and neither can we"
+                commands.append(LogReason(text=text))
+                continue
             if inquiry.is_open and now_s >= inquiry.help_at_s:
                 inquiry.help_at_s = now_s + self._heartbeat_s
                 helpers = self._helpers(peer, inquiry, plan, now_s)
@@ -316,15 +327,23 @@ class FailureDetector:
                 commands.append(Ask(peer=peer, message=Ping()))
         return commands
 
+    def _is_out_of_reach(self, peer: PeerID, inquiry: Inquiry, now_s: float) -> bool:
+        """True if two neighbours report `peer` as silent, and `peer` has not answered us for half of its timeout."""
+        if self._roster.is_gone(peer, now_s) or len(inquiry.reporters) < 2:
+            return False
+        arrivals = self._roster.arrivals(peer)
+        due_s = inquiry.since_s + UNANSWERED_PATIENCE * arrivals.patience_s
+        return now_s >= due_s and arrivals.sign_s <= inquiry.since_s
+
     def _helpers(self, peer: PeerID, inquiry: Inquiry, plan: Plan, now_s: float) -> list[PeerID]:
-        """Return the members to ask for a ping of `peer`: first those that have reached it before."""
+        """Return the members to ask for a ping of `peer`: first those that have reached it, then its neighbours."""
         able = [
             other
             for other in plan.members
             if other not in (peer, self._me) and other not in inquiry.reporters and other not in self._inquiries
             if self._roster.beat(other) is not None and not self._roster.is_gone(other, now_s)
         ]
-        able.sort(key=lambda other: other not in inquiry.vouchers)
+        able.sort(key=lambda other: (other not in inquiry.vouchers, not _are_neighbours(plan, other, peer)))
         return able[:2]
 
     @property
@@ -355,3 +374,8 @@ class FailureDetector:
 
     def _suspect(self, peer: PeerID, now_s: float) -> Inquiry:
         return self._inquiries.setdefault(peer, Inquiry(since_s=now_s, ping_at_s=now_s))
+
+
+def _are_neighbours(plan: Plan, one: PeerID, other: PeerID) -> bool:
+    here, there = plan.stage_of(one), plan.stage_of(other)
+    return here is not None and there is not None and abs(here - there) <= 1

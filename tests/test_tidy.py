@@ -66,8 +66,8 @@ HEADLESS = re.compile(
     r"|Through|Around|Into|Once|While|Again)\b"
 )
 """A docstring that begins with one of these is a fragment: what it hangs on stands elsewhere, or nowhere."""
-LINES_MAX = 80_955
-CONSTANTS_MAX = 796
+LINES_MAX = 80_979
+CONSTANTS_MAX = 797
 """Lines of the product, and numbers that its modules name. Lower these with every commit that makes them fewer;
 a commit that raises one needs a sentence in a `DECISIONS.md`."""
 TWO_MEANINGS: set[str] = set()

@@ -115,6 +115,7 @@ def test_whose_silence_ends_before_its_time_to_come_back_is_known_to_be_dead_all
 
 
 def test_who_is_out_and_waited_for_is_asked_until_it_refuses_us(suspects, roster, plan):
+    """Its neighbours could not reach it sooner than we had asked twice."""
     roster.lose("f")
     now_s, sent = BEGIN_S, 0
     while now_s < BEGIN_S + 5.0:
@@ -187,6 +188,22 @@ def test_who_is_reported_and_answers_stays_and_the_link_is_named(suspects, roste
     (note,) = notes(suspects.answered("f", BEGIN_S + 0.04))
     assert note == "f answers: only its links to b are broken"
     assert not roster.is_gone("f", BEGIN_S + 0.04)
+
+
+@pytest.mark.parametrize(
+    ("reporters", "out"),
+    [("be", True), ("b", False), ("bb", False), ("ad", False)],
+    ids=["two neighbours", "one", "one twice", "two who do not work with it"],
+)
+def test_two_neighbours_and_our_own_ping_need_half_the_patience(suspects, roster, plan, make_heartbeat, reporters, out):
+    for reporter in reporters:
+        suspects.report(reporter, ("f",), plan, BEGIN_S)
+    suspects.look(plan, BEGIN_S)
+    for tick in range(1, 28):
+        now_s = BEGIN_S + tick / 16
+        hear(roster, make_heartbeat, "abcde", now_s)
+        suspects.look(plan, now_s)
+    assert roster.is_gone("f", now_s) == out
 
 
 def test_strangers_reports_and_reports_of_strangers_are_nothing(suspects, roster, plan):
