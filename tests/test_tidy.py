@@ -66,7 +66,7 @@ HEADLESS = re.compile(
     r"|Through|Around|Into|Once|While|Again)\b"
 )
 """A docstring that begins with one of these is a fragment: what it hangs on stands elsewhere, or nowhere."""
-LINES_MAX = 80_979
+LINES_MAX = 80_964
 CONSTANTS_MAX = 797
 """Lines of the product, and numbers that its modules name. Lower these with every commit that makes them fewer;
 a commit that raises one needs a sentence in a `DECISIONS.md`."""

@@ -21,14 +21,13 @@ speed of a plan's stages on it, and chooses their tensor formats.
 Memory is always the peer's claim: no other peer can measure it.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import numpy as np
 
 from shoal.coordinator.allocate.interface import MeasuredPeer, SwarmSnapshot
-from shoal.coordinator.allocate.measured import BOAST, CLAIM_MIN, PROBES_WORTH, WIDE
+from shoal.coordinator.allocate.measured import CLAIM_MIN, WIDE
 from shoal.coordinator.cost.format_choice import formats_of
 from shoal.coordinator.cost.placement import Placement
 from shoal.coordinator.cost.throughput import ThroughputObjective
@@ -56,15 +55,9 @@ CENSORED = 0.7
 """A link is clearly slower than its ends if its rate is below this fraction of the rate that its ends would allow."""
 
 
+@lru_cache(maxsize=1)
 def topology_of(snapshot: SwarmSnapshot) -> Topology:
     """Return the snapshot's topology, devices in the order of `snapshot.peers`. Raises: LocalError: it is invalid."""
-    return _estimated(snapshot)[0]
-
-
-@lru_cache(maxsize=1)
-def _estimated(snapshot: SwarmSnapshot) -> tuple[Topology, float]:
-    """Return (the snapshot's topology, the variance of the logarithm of its estimated rates between machines). For the
-    variance each measured rate is compared with its estimate from the other links."""
     peers, network = snapshot.peers, snapshot.network
     assert network is not None
     n = len(peers)
@@ -80,11 +73,10 @@ def _estimated(snapshot: SwarmSnapshot) -> tuple[Topology, float]:
     up = np.fmax(_or(best, _of_card(claims, card)), np.fmin(together, CARD_MAX * best))
     down = np.maximum(_or(_of_card(_of_rows(np.nanmax, known.T), card), np.full(n, np.nan)), up)
     ends = np.minimum(up[:, None], down[None, :])
-    between, others = (np.minimum(ends, _between(known, up, down, latency, own)) for own in (1.0, 0.0))
+    between = np.minimum(ends, _between(known, up, down, latency))
     slower_out, slower_in = _slower(known / between), _slower((known / between).T)
     slower_out = np.where((~np.isnan(known)).sum(axis=1) < SLOW_LINKS_MIN, slower_in, slower_out)
-    slower = np.fmin(slower_out[:, None], slower_in[None, :])
-    between *= slower
+    between *= np.fmin(slower_out[:, None], slower_in[None, :])
     within = network.bytes_per_s[inside & ~np.isnan(network.bytes_per_s)]
     loopback = float(np.median(within)) if len(within) else 0.0
     estimate = np.where(inside, np.maximum(ends, loopback), np.minimum(ends, between))
@@ -96,10 +88,7 @@ def _estimated(snapshot: SwarmSnapshot) -> tuple[Topology, float]:
         if one in number and other in number:
             i, j = number[one], number[other]
             rate[i, j] = rate[j, i] = 0.0
-    off = np.log((known / (others * slower))[~np.isnan(known)])
-    off = np.clip(off, -math.log(BOAST), math.log(BOAST))  # a liar's links count for little
-    variance = (PROBES_WORTH * WIDE + float(off @ off)) / (PROBES_WORTH + len(off))
-    topology = make_topology(
+    return make_topology(
         latency,
         rate,
         flop_per_s=[peer.flop_per_s for peer in peers],
@@ -110,16 +99,15 @@ def _estimated(snapshot: SwarmSnapshot) -> tuple[Topology, float]:
         names=tuple(peer.peer for peer in peers),
         may_feed=[float(peer.has_data) for peer in peers],
     )
-    return topology, variance
 
 
-def rate_variance_of(snapshot: SwarmSnapshot) -> Floats:
-    """Return float [N, N], the variance of log(`Topology.bytes_per_s`) of each link of `topology_of`; row = sender."""
-    topology, of_estimates = _estimated(snapshot)
+def rate_variance_of(snapshot: SwarmSnapshot, topology: Topology) -> Floats:
+    """Return float [N, N], the variance of log(`Topology.bytes_per_s`) of each link; row = sender. It is `WIDE` where
+    the rate is an estimate. Args: topology: the topology of `snapshot`."""
     network = snapshot.network
     assert network is not None
     is_measured = (topology.bytes_per_s == network.bytes_per_s) & ~np.isnan(network.rate_variance)
-    return np.where(is_measured, np.fmin(network.rate_variance, of_estimates), of_estimates)
+    return np.where(is_measured, network.rate_variance, WIDE)
 
 
 def _latencies(measured: Floats) -> Floats:
@@ -152,9 +140,8 @@ def _cards(peers: tuple[MeasuredPeer, ...], latency: Floats) -> Ints:
     return card
 
 
-def _between(known: Floats, up: Floats, down: Floats, latency: Floats, own: float) -> Floats:
-    """Return [N, N], bytes/s of a bottleneck from i to j, by the links from peers near i to peers near j; inf: none.
-    Args: own: the weight of the link from i to j itself, 1 or 0."""
+def _between(known: Floats, up: Floats, down: Floats, latency: Floats) -> Floats:
+    """Return [N, N], bytes/s of a bottleneck from i to j, by the links from peers near i to peers near j; inf: none."""
     ends = np.minimum(up[:, None], down[None, :])
     seen = ~np.isnan(known)
     if not seen.any():
@@ -164,15 +151,13 @@ def _between(known: Floats, up: Floats, down: Floats, latency: Floats, own: floa
         return np.full_like(ends, np.inf)
     near = np.exp(-latency / NEAR_S)
     near[near < 0.01] = 0.0
+    weight = near @ seen.astype(np.float64) @ near.T
+    limited = near @ limits.astype(np.float64) @ near.T
     scale = float(known[limits].max())
-    powers = np.where(limits, (np.where(limits, known, 0.0) / scale) ** _POWER, 0.0)
-    weight, limited, powers = (
-        near @ each @ near.T - (1.0 - own) * each
-        for each in (seen.astype(np.float64), limits.astype(np.float64), powers)
-    )
+    powers = near @ np.where(limits, (np.where(limits, known, 0.0) / scale) ** _POWER, 0.0) @ near.T
     with np.errstate(divide="ignore", invalid="ignore"):
         usual = scale * (powers / limited) ** (1.0 / _POWER)
-        return np.where((limited > LIMITED * weight) & (weight > 1e-6), usual, np.inf)
+        return np.where((limited > LIMITED * weight) & (weight > 0.0), usual, np.inf)
 
 
 def _slower(ratio: Floats) -> Floats:

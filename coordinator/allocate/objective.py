@@ -275,7 +275,7 @@ def figures_variance(
         return float(np.mean([snapshot.peers[index].speed_variance for index in stage]))
     near = [rows[device] for members in placement.stages[max(0, k - 1) : k + 2] for device in members]
     pairs = [(i, j) for i in stage for j in near if i != j]
-    variance = rate_variance_of(snapshot)
+    variance = rate_variance_of(snapshot, topology_of(snapshot))
     return float(np.mean([variance[pair] for pair in pairs])) if pairs else 0.0
 
 
