@@ -18,7 +18,7 @@ later steps. In the second case a rate measured in synchronous steps corrects th
 that has not been measured yet counts as an error. Otherwise each search would believe the figures that misled the last
 one.
 
-The median shows a change two steps late: minutes, if a slow device makes steps long. If both the current
+The median shows a change three marks late: minutes, if a slow device makes steps long. If both the current
 prediction and the newest step are far below the median, the current prediction replaces it. A leadership transfer
 includes what was learned; after a crash the successor starts the comparison anew."""
 
@@ -62,7 +62,7 @@ class Calibration:
         self._synchronous_steps = synchronous_steps
         self._runs_ahead = True
         self._is_for_later_steps = False
-        """True while the steps are synchronous and plans are made for later ones: their throughputs differ."""
+        """The run is in its synchronous steps, but plans are made for later steps, which have another throughput."""
         self._layout: tuple[int, tuple[Place, ...]] | None = None
         self._peers: frozenset[PeerID] = frozenset()
         """The members and the spares of the live plan."""

@@ -24,7 +24,7 @@ MARK_S = 8.0
 MARKS_MAX = 20
 """The most marks kept: three in a row span over `MARK_S`, so 15 cover the window; a changing rate needs more."""
 SEEN_MARKS = 5
-"""The number of newest rates between marks of which a layout's rate is the median: it shows a change after three."""
+"""A layout's rate is the median of this many newest rates between two marks, so a change shows after three marks."""
 LATE_S = 5.0
 LATE_STEPS = 1.5
 """A step is late once the time since the last commit exceeds both `LATE_S` and this multiple of the usual step time."""

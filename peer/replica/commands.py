@@ -217,7 +217,7 @@ class Resync:
 
 @dataclass(frozen=True, slots=True)
 class ForgetMember:
-    """Drop the unsent messages to `peer`, and give up what we fetch from it: it died, left the group, or began anew."""
+    """Drop unsent messages to `peer` and give up fetches from it, since it died, left the group, or has restarted."""
 
     peer: PeerID
 
